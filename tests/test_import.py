@@ -1,0 +1,69 @@
+"""Importing cuflash is quick, pulls in no framework and touches no GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+FRAMEWORKS = ("cupy", "torch", "jax", "jaxlib", "ml_dtypes", "matplotlib", "tqdm", "scipy")
+
+
+def run_python(code: str) -> str:
+    """What a new interpreter prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_import_pulls_in_no_framework():
+    code = f"import sys, cuflash; print([n for n in {FRAMEWORKS!r} if n in sys.modules])"
+    assert run_python(code).strip() == "[]"
+
+
+def test_cpu_call_pulls_in_no_framework():
+    code = (
+        "import sys, numpy as np, cuflash\n"
+        "x = np.ones((1, 4, 1, 8), np.float32)\n"
+        "cuflash.attention(x, x, x, causal=True)\n"
+        f"print([n for n in {FRAMEWORKS!r} if n in sys.modules])"
+    )
+    assert run_python(code).strip() == "[]"
+
+
+def test_import_without_cupy_installed():
+    code = (
+        "import sys\n"
+        "sys.modules['cupy'] = None\n"  # import cupy now raises ImportError
+        "import cuflash, numpy as np\n"
+        "x = np.ones((1, 4, 1, 8), np.float32)\n"
+        "print(cuflash.attention(x, x, x).shape)"
+    )
+    assert run_python(code).strip() == "(1, 4, 1, 8)"
+
+
+def test_import_adds_little_to_numpy():
+    """At most 50 ms over ``import numpy``: the best of five, in processor time."""
+    code = (
+        "import time, numpy\n"
+        "start = time.process_time()\n"
+        "import cuflash\n"
+        "print(time.process_time() - start)"
+    )
+    assert min(float(run_python(code)) for _ in range(5)) <= 0.050
+
+
+def test_import_opens_no_cuda_driver():
+    """A CUDA context needs the driver's library; import must not even load it."""
+    if not Path("/proc/self/maps").exists():
+        pytest.skip("needs /proc to see which libraries a process has loaded")
+    code = "import cuflash; print('libcuda' in open('/proc/self/maps').read())"
+    assert run_python(code).strip() == "False"
+
+
+def test_public_names_exist():
+    code = "import cuflash; print([n for n in cuflash.__all__ if not hasattr(cuflash, n)])"
+    assert run_python(code).strip() == "[]"
