@@ -1,0 +1,75 @@
+"""CuPy arrays, and the few things that cuflash needs of CuPy for every library on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from .base import (
+    Device,
+    Library,
+    View,
+    device,
+    dtype_name,
+    no_axes,
+    numpy_dtype,
+    settle,
+)
+
+
+def load_cupy() -> Any:
+    """The module cupy, or an ImportError that says what to install."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            "arrays on a GPU need CuPy 14 or newer: pip install 'cuflash[cuda13]' "
+            f"(CUDA 12: 'cuflash[cuda12]'); importing it gave: {error}"
+        ) from error
+    return cupy
+
+
+def on_device(index: int) -> Any:
+    """A context in which this GPU is the current one; the caller's comes back afterwards."""
+    cupy = load_cupy()
+    if cupy.cuda.runtime.getDevice() == index:
+        return nullcontext()
+    return cupy.cuda.Device(index)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a CUDA graph is being captured on this stream."""
+    return bool(load_cupy().cuda.runtime.streamIsCapturing(stream))
+
+
+class CuPy(Library):
+    """CuPy arrays; results come from CuPy's current allocator."""
+
+    name = "CuPy"
+    root = "cupy"
+
+    def __init__(self) -> None:
+        self._cupy = load_cupy()
+
+    def view(self, array: Any, argument: str) -> View:
+        dtype = dtype_name(array.dtype, argument)
+        shape = array.shape
+        if not shape:
+            raise TypeError(no_axes(argument))
+        data = array.data
+        size = array.itemsize
+        steps = array.strides
+        if any([step % size for step in steps]):
+            with on_device(data.device_id):
+                array = array.copy(order="C")
+            data = array.data
+            steps = array.strides
+        strides = settle(shape, tuple([step // size for step in steps]))
+        return View(data.ptr, shape, strides, dtype, device("cuda", data.device_id), None, array)
+
+    def stream(self, device: Device) -> int:
+        return self._cupy.cuda.get_current_stream(device.index).ptr
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
+        with on_device(device.index):
+            return self._cupy.empty(shape, numpy_dtype(dtype))
