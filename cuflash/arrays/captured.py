@@ -11,11 +11,39 @@ from .base import Device, Library, View
 from .dlpack import read
 from .numpy import numpy_view
 
-# What the host array was -> (its View on the GPU, the weak reference that ends the entry)
-_copies: dict[tuple, tuple[View, Any]] = {}
-# Copies whose host array is gone. A kernel may still read them, so they stay until the next copy
-# is made, which waits for the whole device anyway.
-_ended: list[tuple[View, Any]] = []
+
+class HostCache:
+    """What was made of arrays in host memory, each kept as long as its array lives."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, tuple[Any, Any]] = {}
+        # Made of arrays that are gone. Kernels may still read these, so the owner says when to
+        # forget them.
+        self.ended: list[Any] = []
+
+    def get(self, key: tuple) -> Any:
+        found = self._made.get(key)
+        return None if found is None else found[0]
+
+    def put(self, key: tuple, array: Any, made: Any) -> None:
+        def end(_: Any) -> None:
+            entry = self._made.pop(key, None)
+            if entry is not None:
+                self.ended.append(entry[0])
+
+        try:
+            self._made[key] = (made, weakref.ref(array, end))
+        except TypeError:  # its type takes no weak references: made anew in every call
+            self.ended.append(made)
+
+
+def host_key(array: Any, host: np.ndarray, *more: Any) -> tuple:
+    """Key of a host array: which object it is, and how it looks at its memory."""
+    pointer = host.__array_interface__["data"][0]
+    return (id(array), pointer, host.shape, host.strides, host.dtype.str, *more)
+
+
+_copies = HostCache()
 
 
 def capture(array: Any, argument: str, device: Device, library: Library) -> View:
@@ -80,18 +108,10 @@ def _for_jax(array: Any, argument: str, own: Library, device: Device) -> View:
 
 def _copy(array: Any, host: np.ndarray, argument: str, device: Device, library: Library) -> View:
     """The copy of a host array on this GPU, made at the first call and kept while it lives."""
-    key = (
-        id(array),
-        host.__array_interface__["data"][0],
-        host.shape,
-        host.strides,
-        host.dtype.str,
-        device,
-        library,
-    )
+    key = host_key(array, host, device, library)
     found = _copies.get(key)
     if found is not None:
-        return found[0]
+        return found
     from .cupy import is_capturing, load_cupy, on_device
 
     runtime = load_cupy().cuda.runtime
@@ -110,15 +130,6 @@ def _copy(array: Any, host: np.ndarray, argument: str, device: Device, library: 
             runtime.memcpyAsync(target.pointer, source.ctypes.data, source.nbytes, 1, stream)
         # Calls on any other stream may read the copy from now on, and nothing reads the old ones.
         runtime.deviceSynchronize()
-    _ended[:] = [entry for entry in _ended if entry[0].device is not device]
-
-    def end(_: Any) -> None:
-        entry = _copies.pop(key, None)
-        if entry is not None:
-            _ended.append(entry)
-
-    try:
-        _copies[key] = (target, weakref.ref(array, end))
-    except TypeError:  # its type takes no weak references: copied in every call
-        _ended.append((target, None))
+    _copies.ended[:] = [view for view in _copies.ended if view.device is not device]
+    _copies.put(key, array, target)
     return target

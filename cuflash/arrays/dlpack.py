@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from ctypes import (
     POINTER,
+    PYFUNCTYPE,
     Structure,
     c_char_p,
     c_int32,
@@ -101,10 +102,9 @@ class _Versioned(Structure):
     )
 
 
-_is_valid = pythonapi.PyCapsule_IsValid
-_is_valid.argtypes, _is_valid.restype = (py_object, c_char_p), c_int32
-_get_pointer = pythonapi.PyCapsule_GetPointer
-_get_pointer.argtypes, _get_pointer.restype = (py_object, c_char_p), c_void_p
+# Prototypes of our own: the attributes of `pythonapi` are shared by the whole process.
+_is_valid = PYFUNCTYPE(c_int32, py_object, c_char_p)(("PyCapsule_IsValid", pythonapi))
+_get_pointer = PYFUNCTYPE(c_void_p, py_object, c_char_p)(("PyCapsule_GetPointer", pythonapi))
 
 
 class _Memory:
@@ -186,6 +186,13 @@ def read(array: Any, argument: str, stream: int | None) -> View:
             capsule = _export(array, argument, {"stream": wait})
         owner = (capsule, array) if capturing else _Borrowed(capsule, array, index, stream)
     return _view(_tensor(capsule, argument), argument, place, owner)
+
+
+def borrow(array: Any, argument: str) -> View:
+    """The View of device memory whose order on the stream its producer has seen to."""
+    index = int(array.__dlpack_device__()[1])
+    capsule = array.__dlpack__()
+    return _view(_tensor(capsule, argument), argument, device("cuda", index), (capsule, array))
 
 
 def _export(array: Any, argument: str, keywords: dict[str, Any]) -> Any:
