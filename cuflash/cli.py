@@ -94,15 +94,15 @@ def _add_problem(command: argparse.ArgumentParser) -> None:
 def _demo(options: argparse.Namespace) -> int:
     from . import demo
 
-    demo.run(
-        device=options.device,
+    result = demo.run(
+        array_module(options.device),
         tokens=options.tokens,
         steps=options.steps,
         seed=options.seed,
         longest=options.longest,
         plot=options.plot,
     )
-    return 0
+    return 0 if result.good else 1
 
 
 def _info(options: argparse.Namespace) -> int:
