@@ -127,7 +127,8 @@ def evaluate(
         elif node.op == "real":
             value = np.asarray(args[0], np.float64)
         else:
-            value = OPERATIONS[node.op].value(*args)
+            with np.errstate(all="ignore"):
+                value = OPERATIONS[node.op].value(*args)
         values[id(node)] = value
     return [values[id(node)] for node in nodes]
 

@@ -1,0 +1,48 @@
+"""cuflash: exact attention, forward and backward, for anyone who holds arrays.
+
+The public names are here. Importing cuflash imports NumPy alone: no framework, no CUDA context.
+"""
+
+from cuflash.api import (
+    Gradients,
+    attention,
+    attention_backward,
+    attention_vjp,
+    explain,
+    warmup,
+)
+from cuflash.cost import memory
+from cuflash.errors import Unsupported
+from cuflash.expr.functions import cos, exp, log, maximum, minimum, sin, sqrt, tanh
+from cuflash.expr.nodes import captured, where
+from cuflash.family import using
+from cuflash.info import info
+from cuflash.masks import Causal, Mask, SlidingWindow
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "Gradients",
+    "Mask",
+    "SlidingWindow",
+    "Unsupported",
+    "attention",
+    "attention_backward",
+    "attention_vjp",
+    "captured",
+    "cos",
+    "exp",
+    "explain",
+    "info",
+    "log",
+    "maximum",
+    "memory",
+    "minimum",
+    "sin",
+    "sqrt",
+    "tanh",
+    "using",
+    "warmup",
+    "where",
+]
