@@ -97,7 +97,6 @@ def take(named: Mapping[str, Any], *, manual: bool = False) -> tuple[Library, di
     """
     library: Library | None = None
     first = ""
-    views: dict[str, View] = {}
     for argument, array in named.items():
         own = _known.get(type(array)) or library_of(array, argument)
         if library is None:
@@ -107,11 +106,11 @@ def take(named: Mapping[str, Any], *, manual: bool = False) -> tuple[Library, di
                 f"all arrays of one call must come from one library, but {first} is of "
                 f"{library.name} and {argument} of {own.name}; convert one of them"
             )
-        views[argument] = own.view(array, argument)
     if library is None:
         raise TypeError("no arrays given")
     if not manual:
         library.check_autograd(named)
+    views = {argument: library.view(array, argument) for argument, array in named.items()}
     place = views[first].device
     for argument, view in views.items():
         if view.device is not place:

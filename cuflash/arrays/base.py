@@ -201,6 +201,13 @@ def settle(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
+def splits_elements(shape: tuple[int, ...], steps: tuple[int, ...], size: int) -> bool:
+    """Whether strides in bytes step to the middle of elements, as in a field of a record."""
+    if not any([step % size for step in steps]):
+        return False
+    return any(count > 1 and step % size for count, step in zip(shape, steps))
+
+
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides in elements of an array of this shape in C order."""
     strides, step = [], 1

@@ -14,6 +14,7 @@ from .base import (
     no_axes,
     numpy_dtype,
     settle,
+    splits_elements,
 )
 
 
@@ -59,7 +60,7 @@ class CuPy(Library):
         data = array.data
         size = array.itemsize
         steps = array.strides
-        if any([step % size for step in steps]):
+        if splits_elements(shape, steps, size):
             with on_device(data.device_id):
                 array = array.copy(order="C")
             data = array.data

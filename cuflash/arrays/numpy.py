@@ -6,7 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from .base import CPU, Device, Library, View, dtype_name, no_axes, numpy_dtype, settle
+from .base import (
+    CPU,
+    Device,
+    Library,
+    View,
+    dtype_name,
+    no_axes,
+    numpy_dtype,
+    settle,
+    splits_elements,
+)
 
 
 class NumPy(Library):
@@ -39,7 +49,7 @@ def numpy_view(array: np.ndarray, argument: str, owner: Any) -> View:
         raise TypeError(no_axes(argument))
     size = array.itemsize
     steps = array.strides
-    if any([step % size for step in steps]):
+    if splits_elements(array.shape, steps, size):
         array = owner = np.array(array, order="C")
         steps = array.strides
     shape = array.shape
