@@ -73,8 +73,8 @@ def attention(
         seqlen_q 2, seqlen_k 4: 1110 1111        seqlen_q 3, seqlen_k 2: 00 10 11   (bottom-right)
     window : keys that a query sees before and after its own, both counted: (left, right), None on a
         side is unlimited, an int w is (w, w)
-    mask : a mask of `cuflash` (`Causal`, `SlidingWindow`, `Mask`, combined by & | ~), or a bool array
-        that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends. causal,
+    mask : a mask of `cuflash` (`Causal`, `SlidingWindow`, `Mask`, combined by & | ~), or a bool
+        array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends. causal,
         window and mask all have to allow a pair
     scale : factor on q k^T; None means 1 / sqrt(head_dim)
     layout : order of the axes, "bshd" (batch, seqlen, heads, head_dim), "bhsd" or "sbhd"
@@ -349,7 +349,7 @@ class _Pass:
             run(self.problem, four, captures, stream)
 
     def _four_axes(self, name: str, view: View) -> View:
-        """(batch, seqlen, heads, dim) views of the caller's arrays; lse as (batch, heads, seqlen)."""
+        """The caller's array as (batch, seqlen, heads, dim); lse as (batch, heads, seqlen)."""
         if name in ("lse", "dlse"):
             return view.with_axes(tuple(range(3 - view.ndim)))
         if name not in ("q", "k", "v", "o", "do", "dq", "dk", "dv"):

@@ -179,7 +179,8 @@ def _ends() -> list[str]:
     lines = []
     for end, digit in (("low", 0), ("high", 1)):
         lines += [
-            f"  const index_t row_{end} = index_t(row{digit}), column_{end} = index_t(column{digit});",
+            f"  const index_t row_{end} = index_t(row{digit});",
+            f"  const index_t column_{end} = index_t(column{digit});",
             f"  const index_t q_{end} = row_{end} + index_t(p.q_offset), k_{end} = column_{end};",
         ]
     return lines
@@ -211,10 +212,12 @@ def _tables(tables: Sequence[Table], printer: _Printer) -> list[str]:
 def _tabulate(tables: Sequence[Table], printer: _Printer) -> list[str]:
     """The kernel that fills the tables: a thread an entry, TABLE_BLOCK tokens each."""
     parts = []
+    workspace = printer.word("tables")
     for number, table in enumerate(tables):
         lines, (value,) = printer.body([table.node])
         parts += [
-            f"__device__ void tabulate{number}(const Params& p, long long thread, long long threads) {{",
+            f"__device__ void tabulate{number}(",
+            "    const Params& p, long long thread, long long threads) {",
             f"  const long long length = p.seqlen_{table.side};",
             f"  const long long batches = {'p.batch' if table.by_batch else '1'};",
             f"  const long long heads = {'p.heads_q' if table.by_head else '1'};",
@@ -229,7 +232,7 @@ def _tabulate(tables: Sequence[Table], printer: _Printer) -> list[str]:
             *(f"    {line}" for line in lines),
             f"      range.include({value});",
             "    }",
-            f"    range.store({printer.word('tables')}, {printer.word('base', number)}, entry.index);",
+            f"    range.store({workspace}, {printer.word('base', number)}, entry.index);",
             "  }",
             "}",
         ]

@@ -185,7 +185,7 @@ def _check_index(load: Node, intervals: Sequence[tuple[float, float]]) -> None:
             known = np.isfinite([low, high]).all()
             shown = f"[{low:.0f}, {high:.0f}]" if known else "an unknown range"
             raise ValueError(
-                f"index {text(load.args[axis])} of a captured array of shape {load.value.shape} can "
-                f"leave axis {axis}: it spans {shown}, the axis has {size}. "
+                f"index {text(load.args[axis])} of a captured array of shape {load.value.shape} "
+                f"can leave axis {axis}: it spans {shown}, the axis has {size}. "
                 "Clip it with cuflash.minimum and cuflash.maximum"
             )
