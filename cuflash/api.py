@@ -74,8 +74,8 @@ def attention(
     window : keys that a query sees before and after its own, both counted: (left, right), None on a
         side is unlimited, an int w is (w, w)
     mask : a mask of `cuflash` (`Causal`, `SlidingWindow`, `Mask`, combined by & | ~), or a bool
-        array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends. causal,
-        window and mask all have to allow a pair
+        array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends.
+        causal, window and mask all have to allow a pair
     scale : factor on q k^T; None means 1 / sqrt(head_dim)
     layout : order of the axes, "bshd" (batch, seqlen, heads, head_dim), "bhsd" or "sbhd"
     deterministic : every result is bit-reproducible so far, whatever this says

@@ -1,4 +1,4 @@
-"""Every message about a wrong argument: raised before any work, naming argument, rule, value, fix."""
+"""Every message about a wrong argument: before any work, naming argument, rule, value and fix."""
 
 import math
 from typing import Any
@@ -114,7 +114,7 @@ def test_masks_and_captured_arrays() -> None:
     for bad in (lambda: cuflash.Mask(3), lambda: cuflash.Causal() & np.ones(3, bool)):
         with pytest.raises(TypeError):
             bad()
-    with pytest.raises(TypeError, match="combine masks with & | ~"):
+    with pytest.raises(TypeError, match="combine masks with"):
         bool(cuflash.Causal())
     with pytest.raises(ValueError, match="left must not be negative"):
         cuflash.SlidingWindow(-1, 2)

@@ -134,6 +134,10 @@ def test_new_numbers_and_arrays_are_the_same_structure() -> None:
 
 
 NUMBER = st.integers(-20, 20)
+OPERATIONS = (
+    "add", "subtract", "multiply", "floor_divide", "remainder", "minimum", "maximum", "absolute",
+    "negative", "where",
+)  # fmt: skip
 
 
 @st.composite
@@ -142,8 +146,7 @@ def integers(draw: st.DrawFn, depth: int = 3) -> object:
     if depth == 0 or draw(st.booleans()):
         leaf = draw(st.sampled_from(["q", "k", "h", "number", "load"]))
         return (leaf, draw(NUMBER))
-    op = draw(st.sampled_from(["add", "subtract", "multiply", "floor_divide", "remainder"]
-                              + ["minimum", "maximum", "absolute", "negative", "where"]))  # fmt: skip
+    op = draw(st.sampled_from(OPERATIONS))
     return (op, *(draw(integers(depth=depth - 1)) for _ in range(3)), draw(NUMBER))
 
 

@@ -3,8 +3,8 @@
 `Bounds` turns an expression into the intervals of its nodes over a tile, written as expressions of
 the tile's corners; NumPy evaluates them here, `cuda.py` prints them. A part of the expression that
 reads captured arrays at indices of one side only (document ids, flags) is tabulated: its least
-and greatest value over each block of tokens, O(N) in all. What depends on both sides is not tabulated;
-a bool array read at few places of the tile is looked at there (`Box`), all else is "perhaps".
+and greatest value over each block of tokens, O(N) in all. What depends on both sides is not; a bool
+array read at few places of the tile is looked at there (`Box`), all else is "perhaps".
 """
 
 from __future__ import annotations
