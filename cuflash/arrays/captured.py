@@ -75,12 +75,9 @@ def capture(array: Any, argument: str, device: Device, library: Library) -> View
             return view
     host = own.host(array, argument)
     if host is None:
-        if device.kind == "cpu":
+        if device.kind == "cpu" or int(array.__dlpack_device__()[1]) != device.index:
             raise _misplaced(argument, array, device)
-        view = read(array, argument, library.stream(device))
-        if view.device is not device:
-            raise _misplaced(argument, array, device)
-        return view
+        return read(array, argument, library.stream(device))
     if device.kind == "cpu":
         return numpy_view(host, argument, array)
     return _copy(array, host, argument, device, library)
@@ -124,12 +121,14 @@ def _copy(array: Any, host: np.ndarray, argument: str, device: Device, library: 
     view = numpy_view(host, argument, array)
     source = np.ascontiguousarray(view.host)
     target = library.view(library.empty(view.shape, view.dtype, device), argument)
+    over = [view for view in _copies.ended if view.device is device]
     with on_device(device.index):
         if source.nbytes:
             # 1: host to device. The source is pageable, so it is staged before this returns.
             runtime.memcpyAsync(target.pointer, source.ctypes.data, source.nbytes, 1, stream)
-        # Calls on any other stream may read the copy from now on, and nothing reads the old ones.
+        # From now on any stream may read this copy, and none reads those that were over before.
         runtime.deviceSynchronize()
-    _copies.ended[:] = [view for view in _copies.ended if view.device is not device]
+    for old in over:
+        _copies.ended.remove(old)
     _copies.put(key, array, target)
     return target
