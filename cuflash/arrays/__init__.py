@@ -113,6 +113,8 @@ def take(named: Mapping[str, Any], *, manual: bool = False) -> tuple[Library, di
     views = {argument: library.view(array, argument) for argument, array in named.items()}
     place = views[first].device
     for argument, view in views.items():
+        if not view.shape:
+            raise TypeError(f"{argument} must be an array with at least 1 axis, got a 0-d one")
         if view.device is not place:
             if place is TRACED:
                 place, first = view.device, argument

@@ -183,11 +183,6 @@ def unknown_dtype(argument: str, dtype: str) -> str:
     )
 
 
-def no_axes(argument: str) -> str:
-    """The text for a scalar given where an array belongs."""
-    return f"{argument} must be an array with at least 1 axis, got a 0-d one"
-
-
 def settle(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, with 0 (last axis: 1) on axes of one element, whose strides are arbitrary."""
     if 1 not in shape:

@@ -11,7 +11,6 @@ from .base import (
     View,
     device,
     dtype_name,
-    no_axes,
     numpy_dtype,
     settle,
     splits_elements,
@@ -55,8 +54,6 @@ class CuPy(Library):
     def view(self, array: Any, argument: str) -> View:
         dtype = dtype_name(array.dtype, argument)
         shape = array.shape
-        if not shape:
-            raise TypeError(no_axes(argument))
         data = array.data
         size = array.itemsize
         steps = array.strides

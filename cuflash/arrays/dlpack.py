@@ -36,7 +36,6 @@ from .base import (
     View,
     c_strides,
     device,
-    no_axes,
     numpy_dtype,
     settle,
     unknown_dtype,
@@ -231,8 +230,6 @@ def _view(tensor: _DLTensor, argument: str, place: Device, owner: Any) -> View:
         lanes = f" x {tensor.lanes} lanes" if tensor.lanes != 1 else ""
         raise TypeError(unknown_dtype(argument, text + lanes))
     ndim = tensor.ndim
-    if not ndim:
-        raise TypeError(no_axes(argument))
     shape = tuple(tensor.shape[:ndim])
     # NULL strides mean C order
     strides = settle(shape, tuple(tensor.strides[:ndim])) if tensor.strides else c_strides(shape)

@@ -17,7 +17,6 @@ from .base import (
     View,
     c_strides,
     device,
-    no_axes,
     unknown_dtype,
 )
 
@@ -45,8 +44,6 @@ class Jax(Library):
         if dtype not in DTYPES:
             raise TypeError(unknown_dtype(argument, dtype))
         shape = tuple(array.shape)
-        if not shape:
-            raise TypeError(no_axes(argument))
         place = TRACED if is_tracer(array) else _place(array, argument)
         return View(0, shape, c_strides(shape), dtype, place, None, array)
 

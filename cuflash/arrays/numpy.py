@@ -12,7 +12,6 @@ from .base import (
     Library,
     View,
     dtype_name,
-    no_axes,
     numpy_dtype,
     settle,
     splits_elements,
@@ -45,8 +44,6 @@ class NumPy(Library):
 def numpy_view(array: np.ndarray, argument: str, owner: Any) -> View:
     """The View of a plain NumPy array; strides that split elements cost one copy."""
     dtype = dtype_name(array.dtype, argument)
-    if not array.ndim:
-        raise TypeError(no_axes(argument))
     size = array.itemsize
     steps = array.strides
     if splits_elements(array.shape, steps, size):

@@ -16,7 +16,6 @@ from .base import (
     Library,
     View,
     device,
-    no_axes,
     numpy_dtype,
     settle,
     unknown_dtype,
@@ -50,8 +49,6 @@ class Torch(Library):
         except (KeyError, RuntimeError, NotImplementedError) as error:
             raise self._refusal(array, argument, error) from error
         place = self._devices.get(array.device) or self._place(array, argument)
-        if not shape:
-            raise TypeError(no_axes(argument))
         if not pointer and 0 not in shape:
             raise TypeError(
                 f"{argument} is a {type(array).__name__} without memory of its own; "
