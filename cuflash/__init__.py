@@ -17,14 +17,34 @@ from cuflash.expr.functions import cos, exp, log, maximum, minimum, sin, sqrt, t
 from cuflash.expr.nodes import captured, where
 from cuflash.family import using
 from cuflash.info import info
-from cuflash.masks import Causal, Mask, SlidingWindow
+from cuflash.masks import (
+    BlockLocal,
+    BlockSparse,
+    Causal,
+    Dilated,
+    Documents,
+    GlobalTokens,
+    Intervals,
+    Mask,
+    Neighborhood,
+    PrefixLM,
+    SlidingWindow,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockLocal",
+    "BlockSparse",
     "Causal",
+    "Dilated",
+    "Documents",
+    "GlobalTokens",
     "Gradients",
+    "Intervals",
     "Mask",
+    "Neighborhood",
+    "PrefixLM",
     "SlidingWindow",
     "Unsupported",
     "attention",

@@ -186,6 +186,35 @@ def _by_head(case: Case) -> np.ndarray:
     return (((q - k) % (h + 2)) == 0)[None]
 
 
+def _neighborhood(case: Case, shape: tuple[int, ...], window: tuple[int, ...]) -> np.ndarray:
+    """NATTEN's rule by coordinates: every window is moved inside the grid."""
+    q, k = logical(case)
+    allowed = np.ones(np.broadcast_shapes(q.shape, k.shape), bool)
+    for axis, (size, width) in enumerate(zip(shape, window)):
+        stride = int(np.prod(shape[axis + 1 :], dtype=int))
+        at_q, at_k = (index // stride % size if axis else index // stride for index in (q, k))
+        first = np.clip(at_q - width // 2, 0, max(size - width, 0))
+        allowed &= (first <= at_k) & (at_k < first + width)
+    return allowed
+
+
+def _ends(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    at = np.arange(max(case.seqlen_q, case.seqlen_k))
+    return at * 7 % 90, at * 7 % 90 + at % 40
+
+
+def _intervals(case: Case) -> np.ndarray:
+    q, k = logical(case)
+    start, end = _ends(case)
+    return (start[q] <= k) & (k < end[q])
+
+
+def _prefix(case: Case) -> np.ndarray:
+    q, k = logical(case)
+    length = (20 + 13 * np.arange(case.batch))[:, None, None, None]
+    return (k < length) | (k <= q)
+
+
 def _documents_options(case: Case, convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
     ids = convert(_ids(case))
     return {"mask": cuflash.Mask(lambda b, h, q, k: ids[b, q] == ids[b, k])}
@@ -251,6 +280,43 @@ MASKS: dict[str, MaskCase] = {
     "array-empty-rows": MaskCase(
         lambda case, convert: {"mask": convert(_empty_rows(case))}, _empty_rows
     ),
+    "prefix": MaskCase(
+        lambda case, convert: {"mask": cuflash.PrefixLM(convert(20 + 13 * np.arange(case.batch)))},
+        _prefix,
+    ),
+    "documents-1d": MaskCase(
+        lambda case, convert: {"mask": cuflash.Documents(convert(_ids(case)[0]))},
+        lambda case: _documents(case)[0],
+    ),
+    "block-local": MaskCase(
+        lambda case, convert: {"mask": cuflash.BlockLocal(24)},
+        lambda case: np.equal(*(at // 24 for at in logical(case))),
+    ),
+    "local-global": MaskCase(
+        lambda case, convert: {
+            "mask": cuflash.SlidingWindow(9, 9) | cuflash.GlobalTokens(convert(_flags(case)))
+        },
+        _global,
+    ),
+    "dilated": MaskCase(
+        lambda case, convert: {"mask": cuflash.Dilated(4), "window": (40, 40)},
+        lambda case: (np.subtract(*logical(case)) % 4 == 0) & _window(case, 40, 40),
+    ),
+    "intervals": MaskCase(
+        lambda case, convert: {"mask": cuflash.Intervals(*map(convert, _ends(case)))}, _intervals
+    ),
+    "block-sparse": MaskCase(
+        lambda case, convert: {"mask": cuflash.BlockSparse(convert(_blocks(case)[1:]), 24)},
+        lambda case: _block_sparse(case),
+    ),
+    "neighborhood-2d": MaskCase(
+        lambda case, convert: {"mask": cuflash.Neighborhood((12, 11), (5, 4))},
+        lambda case: _neighborhood(case, (12, 11), (5, 4)),
+    ),
+    "neighborhood-3d": MaskCase(
+        lambda case, convert: {"mask": cuflash.Neighborhood((6, 4, 6), 3)},
+        lambda case: _neighborhood(case, (6, 4, 6), (3, 3, 3)),
+    ),
     "nothing": MaskCase(
         lambda case, convert: {"mask": cuflash.Mask(lambda b, h, q, k: k < -1)},
         lambda case: np.zeros((1, 1), bool),
@@ -258,7 +324,10 @@ MASKS: dict[str, MaskCase] = {
 }
 
 # Masks whose captured arrays are indexed by q need q >= 0: no more queries than keys.
-NEEDS_KEYS = ("documents", "documents-causal", "global", "blocks")
+NEEDS_KEYS = (
+    "documents", "documents-1d", "documents-causal", "global", "local-global", "blocks",
+    "block-sparse", "intervals", "neighborhood-2d", "neighborhood-3d",
+)  # fmt: skip
 
 LENGTHS = (
     (1, 1), (1, 63), (1, 200), (16, 17), (63, 64), (64, 65), (65, 64), (127, 127), (129, 33),

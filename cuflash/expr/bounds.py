@@ -145,11 +145,7 @@ class TileMask:
         self._expression = expression
         self._arrays = arrays
         self._offset = problem.q_offset
-        self._leaves = {
-            id(node.value): arrays[expression.slot(node.value)]
-            for node in expression.nodes
-            if node.op == "load"
-        }
+        self._leaves = expression.leaves(arrays)
         self._sizes = {"q": (problem.seqlen_q, block_q), "k": (problem.seqlen_k, block_k)}
         self.depends_on_batch = "b" in expression.variables
         self.depends_on_head = "h" in expression.variables

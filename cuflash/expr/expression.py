@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.expr.nodes import Captured, Node
+from cuflash.expr.nodes import Captured, Node, Param
 from cuflash.expr.operations import OPERATIONS
 
 Ranges = tuple[tuple[str, int, int], ...]
@@ -38,10 +38,10 @@ class Expression:
                 payload = None
             elif node.op == "load":
                 captured: Captured = node.value
-                slot = slots.setdefault(id(captured.array), len(self.arrays))
+                slot = slots.setdefault(_identity(captured), len(self.arrays))
                 if slot == len(self.arrays):
                     self.arrays.append(captured)
-                payload = (slot, captured.dtype)
+                payload = (slot, captured.dtype, isinstance(captured, Param))
             key.append((node.op, node.kind, tuple(place[id(a)] for a in node.args), payload))
         self.key = tuple(key)
         self._slots = slots
@@ -58,7 +58,12 @@ class Expression:
 
     def slot(self, captured: Captured) -> int:
         """Which of `arrays` a load reads."""
-        return self._slots[id(captured.array)]
+        return self._slots[_identity(captured)]
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        """The captured arrays that get a gradient, in the order of `arrays`."""
+        return tuple(array for array in self.arrays if isinstance(array, Param))
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -70,13 +75,14 @@ class Expression:
         """What `survey` depends on beside the structure: numbers, and shapes of the arrays."""
         return tuple(n.value for n in self.numbers), tuple(array.shape for array in self.arrays)
 
+    def leaves(self, arrays: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+        """The NumPy array of each `Captured`, by its id (several may stand for one array)."""
+        loads = (node.value for node in self.nodes if node.op == "load")
+        return {id(captured): arrays[self.slot(captured)] for captured in loads}
+
     def evaluate(self, env: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Values on NumPy: `env` gives each variable an integer or an array; all broadcast."""
-        leaves = {id(captured): array for captured, array in zip(self.arrays, arrays, strict=True)}
-        for node in self.nodes:  # several Captured may stand for one array
-            if node.op == "load":
-                leaves[id(node.value)] = arrays[self.slot(node.value)]
-        return evaluate(self.nodes, env, leaves)[-1]
+        return evaluate(self.nodes, env, self.leaves(arrays))[-1]
 
     def survey(self, ranges: Ranges) -> int:
         """Bits (32 or 64) that the integers of the expression need.
@@ -91,6 +97,11 @@ class Expression:
                 _SURVEYED.clear()
             _SURVEYED[key] = _survey(self, ranges)
         return _SURVEYED[key]
+
+
+def _identity(captured: Captured) -> int:
+    """What makes two captured arrays one: the array, but a Param is only itself."""
+    return id(captured) if isinstance(captured, Param) else id(captured.array)
 
 
 def ordered(roots: Sequence[Node]) -> list[Node]:
@@ -110,9 +121,10 @@ def ordered(roots: Sequence[Node]) -> list[Node]:
 
 
 def evaluate(
-    nodes: Sequence[Node], env: Mapping[str, Any], arrays: Mapping[int, np.ndarray]
-) -> list[Any]:
-    """Values of `ordered` nodes; `arrays` by the id of their `Captured`. Reals are float64."""
+    nodes: Sequence[Node], env: Mapping[str, Any], arrays: Mapping[int, np.ndarray],
+    real: Any = np.float64,
+) -> list[Any]:  # fmt: skip
+    """Values of `ordered` nodes; `arrays` by the id of their `Captured`, reals of dtype `real`."""
     values: dict[int, Any] = {}
     for node in nodes:
         args = [values[id(arg)] for arg in node.args]
@@ -121,11 +133,11 @@ def evaluate(
         elif node.op == "number":
             value = node.value
         elif node.op == "load":
-            value = _gather(arrays[id(node.value)], args, node.kind)
+            value = _gather(arrays[id(node.value)], args, node.kind, real)
         elif node.op == "box":
             value = node.value.on_numpy(args, arrays)
         elif node.op == "real":
-            value = np.asarray(args[0], np.float64)
+            value = np.asarray(args[0], real)
         else:
             with np.errstate(all="ignore"):
                 value = OPERATIONS[node.op].value(*args)
@@ -133,9 +145,9 @@ def evaluate(
     return [values[id(node)] for node in nodes]
 
 
-def _gather(array: np.ndarray, index: Sequence[Any], kind: str) -> np.ndarray:
+def _gather(array: np.ndarray, index: Sequence[Any], kind: str, real: Any) -> np.ndarray:
     value = np.asarray(array[tuple(index)])
-    return value if kind == "bool" else value.astype(np.int64 if kind == "int" else np.float64)
+    return value if kind == "bool" else value.astype(np.int64 if kind == "int" else real)
 
 
 def text(node: Node) -> str:

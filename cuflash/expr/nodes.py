@@ -159,6 +159,29 @@ def captured(array: Any) -> Captured:
     return Captured(array)
 
 
+class Param(Captured):
+    """An array for which backward returns a gradient.
+
+    It is used like any captured array in a score: `slopes = cuflash.Param(array)`, then `slopes[h]`
+    in the function; `bias=cuflash.Param(array)` and `sink=cuflash.Param(array)` likewise.
+
+    Parameters
+    ----------
+    array : float array of the library of q, any shape and strides
+
+    Raises
+    ------
+    TypeError: no array, or no float array.
+    """
+
+    def __init__(self, array: Any) -> None:
+        if not is_array(array):
+            raise TypeError(f"Param takes an array, got {type(array).__name__}")
+        super().__init__(array)
+        if self.kind != "real":
+            raise TypeError(f"Param takes a float array, got {self.dtype}")
+
+
 def is_array(value: Any) -> bool:
     """Whether a value is an array of some library (NumPy's scalars are numbers)."""
     if isinstance(value, np.generic) or not hasattr(value, "dtype") or not hasattr(value, "shape"):

@@ -2,7 +2,7 @@
 
 `value`: on NumPy arrays. `bound`: from the intervals of the operands the interval of the result,
 itself written as nodes, so that one rule serves NumPy and CUDA. `cuda`: text with {0}, {1}, {2}.
-`slope`: partial derivative by each operand, as nodes (None: the operation has no derivative).
+`pull`: from the derivative of a result by this node those by its operands, as nodes (reverse mode).
 
 An interval is (low, high), both included; None on a side means unknown. The interval of a
 condition is (certainly, possibly), never None. A bound may be rough but not wrong, NaN included:
@@ -33,7 +33,7 @@ class Operation:
     value: Callable[..., Any]
     cuda: str
     bound: Callable[..., Interval]
-    slope: Callable[..., tuple[Node | None, ...]] | None = None
+    pull: Callable[..., tuple[Node | None, ...]] | None = None
 
 
 def _low(op: str, *nodes: Node | None) -> Node | None:
@@ -189,26 +189,43 @@ def _remainder_value(a: Any, b: Any) -> Any:
         return np.remainder(a, b)
 
 
+def _choose(by: str) -> Callable[..., tuple[Node, Node]]:
+    """Of minimum and maximum: all of the derivative goes to the operand that was taken."""
+
+    def pull(d: Node, node: Node, a: Node, b: Node) -> tuple[Node, Node]:
+        first = apply(by, a, b)
+        return where(first, d, 0.0), where(first, 0.0, d)
+
+    return pull
+
+
 _NUMBER, _REAL = "number", "real"
 
 OPERATIONS: dict[str, Operation] = {
-    "add": Operation(2, _NUMBER, None, np.add, "({0} + {1})", _add),
-    "subtract": Operation(2, _NUMBER, None, np.subtract, "({0} - {1})", _subtract),
-    "multiply": Operation(2, _NUMBER, None, np.multiply, "({0} * {1})", _corners("multiply")),
-    "divide": Operation(2, _REAL, "real", np.divide, "({0} / {1})", _by_point("divide")),
+    "add": Operation(2, _NUMBER, None, np.add, "({0} + {1})", _add,
+        lambda d, y, a, b: (d, d)),
+    "subtract": Operation(2, _NUMBER, None, np.subtract, "({0} - {1})", _subtract,
+        lambda d, y, a, b: (d, -d)),
+    "multiply": Operation(2, _NUMBER, None, np.multiply, "({0} * {1})", _corners("multiply"),
+        lambda d, y, a, b: (d * b, d * a)),
+    "divide": Operation(2, _REAL, "real", np.divide, "({0} / {1})", _by_point("divide"),
+        lambda d, y, a, b: (d / b, -(d * y / b))),
     "floor_divide": Operation(
         2, _NUMBER, None, _floor_divide, "floor_divide({0}, {1})", _by_point("floor_divide")
     ),
     "remainder": Operation(2, _NUMBER, None, _remainder_value, "remainder({0}, {1})", _remainder),
-    "negative": Operation(1, _NUMBER, None, np.negative, "(-{0})", _negative),
-    "absolute": Operation(1, _NUMBER, None, np.absolute, "absolute({0})", _absolute),
+    "negative": Operation(1, _NUMBER, None, np.negative, "(-{0})", _negative,
+        lambda d, y, a: (-d,)),
+    "absolute": Operation(1, _NUMBER, None, np.absolute, "absolute({0})", _absolute,
+        lambda d, y, a: (where(a > 0.0, d, where(a < 0.0, -d, 0.0)),)),
     "minimum": Operation(
-        2, _NUMBER, None, np.minimum, "minimum({0}, {1})", _pairwise("minimum")
+        2, _NUMBER, None, np.minimum, "minimum({0}, {1})", _pairwise("minimum"), _choose("less_equal")
     ),
     "maximum": Operation(
-        2, _NUMBER, None, np.maximum, "maximum({0}, {1})", _pairwise("maximum")
+        2, _NUMBER, None, np.maximum, "maximum({0}, {1})", _pairwise("maximum"), _choose("greater_equal")
     ),
-    "where": Operation(3, "where", None, np.where, "({0} ? {1} : {2})", _where),
+    "where": Operation(3, "where", None, np.where, "({0} ? {1} : {2})", _where,
+        lambda d, y, c, a, b: (None, where(c, d, 0.0), where(c, 0.0, d))),
     "less": Operation(
         2, _NUMBER, "bool", np.less, "({0} < {1})", _less("less", "greater_equal")
     ),
@@ -239,10 +256,16 @@ OPERATIONS: dict[str, Operation] = {
         1, "bool", "int", lambda a: np.asarray(a).astype(np.int64), "index_t({0})", _cast("integer")
     ),
     "real": Operation(1, "int", "real", None, "real_t({0})", _cast("real")),  # type: ignore[arg-type]
-    "exp": Operation(1, _REAL, "real", np.exp, "exp({0})", _real_of(0.0, None)),
-    "log": Operation(1, _REAL, "real", np.log, "log({0})", _unknown),
-    "tanh": Operation(1, _REAL, "real", np.tanh, "tanh({0})", _real_of(-1.0, 1.0)),
-    "sin": Operation(1, _REAL, "real", np.sin, "sin({0})", _real_of(-1.0, 1.0)),
-    "cos": Operation(1, _REAL, "real", np.cos, "cos({0})", _real_of(-1.0, 1.0)),
-    "sqrt": Operation(1, _REAL, "real", np.sqrt, "sqrt({0})", _unknown),
+    "exp": Operation(1, _REAL, "real", np.exp, "exp({0})", _real_of(0.0, None),
+        lambda d, y, a: (d * y,)),
+    "log": Operation(1, _REAL, "real", np.log, "log({0})", _unknown,
+        lambda d, y, a: (d / a,)),
+    "tanh": Operation(1, _REAL, "real", np.tanh, "tanh({0})", _real_of(-1.0, 1.0),
+        lambda d, y, a: (d * (1.0 - y * y),)),
+    "sin": Operation(1, _REAL, "real", np.sin, "sin({0})", _real_of(-1.0, 1.0),
+        lambda d, y, a: (d * apply("cos", a),)),
+    "cos": Operation(1, _REAL, "real", np.cos, "cos({0})", _real_of(-1.0, 1.0),
+        lambda d, y, a: (-(d * apply("sin", a)),)),
+    "sqrt": Operation(1, _REAL, "real", np.sqrt, "sqrt({0})", _unknown,
+        lambda d, y, a: (0.5 * d / y,)),
 }  # fmt: skip
