@@ -1,0 +1,87 @@
+"""One CUDA text from a Config and a mask: prelude plus flattened `kernels_cu`. Needs no GPU.
+
+The text includes nothing, so CuPy's disk cache, which hashes the text, is sound when a header
+changes. `#line` marks keep compiler messages pointing at the true file and line.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cuflash.expr.cuda import MaskText
+    from cuflash.plan import Config
+
+_INCLUDE = re.compile(r'#include "(.+)"')
+_TYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+OPTIONS = ("--std=c++17",)  # of the compiler, everywhere
+
+
+@cache
+def kernel_dir() -> Path:
+    """The folder of the CUDA source: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"cuflash: no kernels_cu in {package} or beside it; reinstall cuflash")
+
+
+def flatten(name: str, seen: set[str]) -> str:
+    """The text of a file under `kernels_cu` with its includes in place, each file once."""
+    if name in seen:
+        return ""
+    seen.add(name)
+    parts = [f'#line 1 "{name}"\n']
+    for number, line in enumerate(_read(name).splitlines(keepends=True), start=1):
+        include = _INCLUDE.match(line)
+        if include:
+            parts.append(flatten(_join(name, include[1]), seen))
+            parts.append(f'#line {number + 1} "{name}"\n')
+        else:
+            parts.append("\n" if line.startswith("#pragma once") else line)
+    return "".join(parts)
+
+
+def text(config: Config, mask: MaskText | None = None) -> str:
+    """The whole translation unit of one kernel file, specialised for a Config and a mask."""
+    seen: set[str] = set()
+    parts = [
+        f"#define HAS_MASK {int(mask is not None)}\n",
+        flatten("types.cuh", seen),
+        _config(config, 0 if mask is None else len(mask.words)),
+        flatten("params.cuh", seen),
+    ]
+    if mask is not None:
+        parts += [flatten("expression.cuh", seen), '#line 1 "mask"\n', mask.code]
+    parts.append(flatten(f"{config.family}/{config.kernel}.cu", seen))
+    return "".join(parts)
+
+
+def _config(config: Config, words: int) -> str:
+    """`struct Config`: every field of the Python one, in upper case."""
+    constants = {**config.constants(), "words": words}
+    lines = [f"  static constexpr int {name.upper()} = {value};" for name, value in constants.items()]
+    return "\n".join(
+        ['#line 1 "config"', "struct Config {", f"  using dtype = {_TYPES[config.dtype]};"]
+        + [*lines, "};", ""]
+    )
+
+
+@cache
+def _read(name: str) -> str:
+    return (kernel_dir() / name).read_text(encoding="utf-8")
+
+
+def _join(including: str, included: str) -> str:
+    """Path of an included file relative to `kernels_cu`."""
+    parts = including.split("/")[:-1]
+    for part in included.split("/"):
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts)

@@ -1,0 +1,31 @@
+// The parameter block: the one by-value argument of every kernel. Every field is 8 bytes wide, and
+// gpu/launch.py packs them in this order (a test compares the two).
+#pragma once
+
+// (batch, seqlen, heads, head_dim); strides in elements, of any sign, 0 too.
+struct Tensor {
+  void* pointer;
+  long long stride_b, stride_s, stride_h, stride_d;
+};
+
+// One number a query row: (batch, heads_q, seqlen_q). A null pointer means that there is none.
+struct Rows {
+  void* pointer;
+  long long stride_b, stride_h, stride_s;
+};
+
+struct Params {
+  Tensor q, k, v, o;
+  Rows lse;
+  Tensor do_, dq, dk, dv;  // backward only; `do` alone is a C++ keyword
+  Rows dlse, delta;
+  long long batch, heads_q, heads_k, seqlen_q, seqlen_k;
+  long long q_offset;  // the logical index of query row r is r + q_offset; of key column c it is c
+  double scale;
+  long long words[Config::WORDS > 0 ? Config::WORDS : 1];  // operands of the mask's expression
+};
+
+template <class Number>
+__device__ __forceinline__ Number* row_address(const Rows& rows, long long b, long long h, long long row) {
+  return (Number*)rows.pointer + b * rows.stride_b + h * rows.stride_h + row * rows.stride_s;
+}

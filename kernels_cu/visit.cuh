@@ -1,0 +1,67 @@
+// Which tiles of scores a block visits, and how: the answers of the generated interval functions
+// (mask_state, mask_allows), and the ends of the sequences.
+#pragma once
+#include "math.cuh"
+#include "params.cuh"
+
+enum TileState { SKIP = 0, PARTLY = 1, WHOLE = 2 };
+
+// A tile of scores: rows row0 .. row0 + BLOCK_Q, columns column0 .. column0 + BLOCK_K.
+struct ScoreTile {
+  int b, h;
+  long long row0, column0;
+
+  // WHOLE: every pair is attended. SKIP: none is. PARTLY: the mask must be asked pair by pair.
+  __device__ int state(const Params& p) const {
+    long long row1 = row0 + Config::BLOCK_Q - 1, column1 = column0 + Config::BLOCK_K - 1;
+    const bool overhangs = row1 >= p.seqlen_q || column1 >= p.seqlen_k;
+    if (row1 >= p.seqlen_q) row1 = p.seqlen_q - 1;
+    if (column1 >= p.seqlen_k) column1 = p.seqlen_k - 1;
+#if HAS_MASK
+    const int state = mask_state(p, b, h, row0, row1, column0, column1);
+#else
+    const int state = WHOLE;
+#endif
+    return state == WHOLE && overhangs ? PARTLY : state;
+  }
+
+  // Whether the pair is attended. Padding beyond the ends never is.
+  __device__ bool allows(const Params& p, int row, int column) const {
+    if (row0 + row >= p.seqlen_q || column0 + column >= p.seqlen_k) return false;
+#if HAS_MASK
+    return mask_allows(p, b, h, row0 + row, column0 + column);
+#else
+    return true;
+#endif
+  }
+};
+
+// A walk over the tiles that are not skipped, in ascending order. A warp tests 32 tiles at a time,
+// a lane a tile, and a ballot gives the answers to all: no list in memory, no host. Every warp of
+// the block makes the same walk, so nothing has to be shared.
+class Walk {
+ public:
+  __device__ explicit Walk(long long tiles) : tiles_(tiles) {}
+
+  // Moves to the next tile, false at the end. state_of(tile) must not depend on the thread.
+  template <class StateOf>
+  __device__ bool next(StateOf state_of, long long& tile, bool& partly) {
+    while (visited_ == 0) {
+      first_ += 32;
+      if (first_ >= tiles_) return false;
+      const long long mine = first_ + threadIdx.x % 32;
+      const int state = mine < tiles_ ? state_of(mine) : int(SKIP);
+      visited_ = __ballot_sync(ALL_LANES, state != SKIP);
+      partly_ = __ballot_sync(ALL_LANES, state == PARTLY);
+    }
+    const int bit = __ffs(visited_) - 1;
+    visited_ &= visited_ - 1;
+    tile = first_ + bit;
+    partly = partly_ >> bit & 1u;
+    return true;
+  }
+
+ private:
+  long long tiles_, first_ = -32;
+  unsigned visited_ = 0, partly_ = 0;  // bit t: the tile first_ + t
+};
