@@ -146,8 +146,8 @@ class RelativeBias(Score):
 
     Parameters
     ----------
-    table : float array (heads, length) or a Param: x + table[h, q - k + length // 2]; for tokens on a
-        grid (heads, n_1, ..., n_d): the difference of coordinates along each axis, centred at
+    table : float array (heads, length) or a Param: x + table[h, q - k + length // 2]; for tokens on
+        a grid (heads, n_1, ..., n_d): the difference of coordinates along each axis, centred at
         n_i // 2. heads may be 1 for one table for all
     shape : tuple, points of the grid along each axis, in C order; None for a sequence
     """

@@ -219,10 +219,12 @@ OPERATIONS: dict[str, Operation] = {
     "absolute": Operation(1, _NUMBER, None, np.absolute, "absolute({0})", _absolute,
         lambda d, y, a: (where(a > 0.0, d, where(a < 0.0, -d, 0.0)),)),
     "minimum": Operation(
-        2, _NUMBER, None, np.minimum, "minimum({0}, {1})", _pairwise("minimum"), _choose("less_equal")
+        2, _NUMBER, None, np.minimum, "minimum({0}, {1})", _pairwise("minimum"),
+        _choose("less_equal"),
     ),
     "maximum": Operation(
-        2, _NUMBER, None, np.maximum, "maximum({0}, {1})", _pairwise("maximum"), _choose("greater_equal")
+        2, _NUMBER, None, np.maximum, "maximum({0}, {1})", _pairwise("maximum"),
+        _choose("greater_equal"),
     ),
     "where": Operation(3, "where", None, np.where, "({0} ? {1} : {2})", _where,
         lambda d, y, c, a, b: (None, where(c, d, 0.0), where(c, 0.0, d))),
