@@ -159,7 +159,7 @@ def test_captured_array_on_the_device_is_read_in_place(runtime):
     array = gpu_array()
     view = arrays.capture(array, "ids", CUDA, OnDevice())
     assert view.pointer == array.memory.ctypes.data
-    assert array.exports[-1]["stream"] == 77
+    assert [keywords["stream"] for keywords in array.exports] == [77]
 
 
 def test_captured_array_elsewhere_is_an_error(runtime):

@@ -175,11 +175,12 @@ def read(array: Any, argument: str, stream: int | None) -> View:
     else:
         from .cupy import is_capturing, load_cupy, on_device
 
-        _release()
         if stream is None:
             stream = load_cupy().cuda.get_current_stream(index).ptr
         # In a capture an event from outside would break the graph: the order is the caller's then.
         capturing = is_capturing(stream)
+        if not capturing:
+            _release()
         with on_device(index):
             wait = _NO_SYNC if capturing else stream or _LEGACY_STREAM
             capsule = _export(array, argument, {"stream": wait})
@@ -279,6 +280,11 @@ class Generic(Library):
     def view(self, array: Any, argument: str) -> View:
         maker = _maker(array)
         return read(array, argument, None) if maker is None else maker.view(array, argument)
+
+    def host(self, array: Any, argument: str) -> np.ndarray | None:
+        if _KINDS.get(int(array.__dlpack_device__()[0])) == "cuda":
+            return None  # without exporting it, which would order it on a stream
+        return self.view(array, argument).host
 
     def stream(self, device: Device) -> int:
         return _backing(device).stream(device)
