@@ -15,7 +15,7 @@ from cuflash import arrays, cpu
 from cuflash.arrays import View
 from cuflash.expr.bounds import TileMask
 from cuflash.problem import Axes, Problem, check_backward, make
-from cuflash.report import Plan, report
+from cuflash.report import Explanation, report
 
 __all__ = ["Gradients", "attention", "attention_backward", "attention_vjp", "explain", "warmup"]
 
@@ -189,7 +189,7 @@ def attention_vjp(
     return ((o, lse) if return_lse else o), pullback
 
 
-def explain(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -> Plan:
+def explain(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -> Explanation:
     """What a call would run: kernel, tiles, memory, work, copies, and why nothing faster.
 
     Parameters
@@ -199,7 +199,7 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -
 
     Returns
     -------
-    Plan : its fields are the figures (bytes, FLOPs); str() of it is the report
+    Explanation : its fields are the figures (bytes, FLOPs); str() of it is the report
 
     Raises
     ------
@@ -207,7 +207,10 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -
     """
     call = _Call.read(q, k, v, manual=True, **options)
     step = _Pass(call.problem, call.axes, backward, True)
-    return report(call.problem, call.views, step.workspaces(call.device), backward)
+    return report(
+        call.problem, call.views, call.captures, step.outputs(), step.workspaces(call.device),
+        backward,
+    )  # fmt: skip
 
 
 def warmup(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -> None:
