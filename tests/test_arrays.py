@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import tracemalloc
 
 import fake_dlpack
 import numpy as np
@@ -153,11 +152,6 @@ def test_views_follow_their_memory():
     wider = look(array[0, :, 0]).with_axes((0, 2))
     assert wider.shape == (1, 5, 1, 4) == wider.host.shape
     np.testing.assert_array_equal(read_elements(wider), array[:1, :, :1])
-    wide = look(array[:, :1, 0]).broadcast_to((3, 2, 5, 4))
-    np.testing.assert_array_equal(read_elements(wide), wide.host)
-    assert wide.strides == (0, 60, 0, 1)
-    with pytest.raises(ValueError, match=r"\(2, 5, 3, 4\) does not broadcast to \(2, 5, 2, 4\)"):
-        view.broadcast_to((2, 5, 2, 4))
 
 
 # ---- torch
@@ -334,16 +328,13 @@ def test_jax_arrays_and_tracers_are_described(jnp):
 # ---- one call
 
 
-def test_libraries_and_dtypes_do_not_mix(torch, jnp):
+def test_libraries_do_not_mix(torch, jnp):
     one = {"NumPy": numbers(), "torch": torch.ones(SHAPE), "JAX": jnp.ones(SHAPE)}
     for a in one:
         for b in one:
             if a != b:
                 with pytest.raises(TypeError, match=f"v is of {a} and do of {b}; convert one"):
                     arrays.take({"v": one[a], "do": one[b]})
-    _, views = arrays.take({"q": numbers(), "k": numbers(dtype="float64")})
-    with pytest.raises(TypeError, match="k must have the dtype of q, float32, got float64"):
-        arrays.same_dtype(views)
 
 
 def test_outputs_come_from_the_library(torch):
@@ -384,21 +375,17 @@ def test_memory_is_flat_over_many_calls(kind):  # FAULTS 76
     kept = make()
     gc.collect()
     gc.disable()
-    tracemalloc.start()
     try:
         for turn in range(10_000):
             if turn == 2_000:
-                start = tracemalloc.get_traced_memory()[0]
-                if kind == "dlpack":
-                    kept.exports.clear()
+                start = sys.getallocatedblocks()
             library, views = arrays.take({"q": make(), "k": kept, "v": kept})
             made = library.empty((4, 4), "float32", arrays.CPU)
             library.view(made, "o").transpose((1, 0))
             if kind == "dlpack":
                 kept.exports.clear()
-        assert tracemalloc.get_traced_memory()[0] - start < 20_000
+        assert sys.getallocatedblocks() - start < 500
     finally:
-        tracemalloc.stop()
         gc.enable()
     del views, library
     assert not [x for x in fake_dlpack.alive.values() if x[2] is getattr(kept, "memory", 0)]

@@ -28,7 +28,6 @@ __all__ = [
     "library_named",
     "library_of",
     "numpy_dtype",
-    "same_dtype",
     "take",
 ]
 
@@ -124,15 +123,3 @@ def take(named: Mapping[str, Any], *, manual: bool = False) -> tuple[Library, di
                     f"and {argument} on {view.device}; move one of them, nothing is moved silently"
                 )
     return library, views
-
-
-def same_dtype(views: Mapping[str, View]) -> str:
-    """The dtype that all these views share, or a TypeError that names two which do not."""
-    (first, view), *others = views.items()
-    for argument, other in others:
-        if other.dtype != view.dtype:
-            raise TypeError(
-                f"{argument} must have the dtype of {first}, {view.dtype}, got {other.dtype}; "
-                "cast one of them"
-            )
-    return view.dtype

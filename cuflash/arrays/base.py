@@ -89,24 +89,6 @@ class View:
             self.pointer, tuple(shape), tuple(strides), self.dtype, self.device, host, self.owner
         )
 
-    def broadcast_to(self, shape: Sequence[int]) -> View:
-        """The same memory seen in this shape by NumPy's rules: stride 0 where it repeats."""
-        wanted = tuple(shape)
-        missing = len(wanted) - len(self.shape)
-        own = (1,) * missing + self.shape
-        if missing < 0 or any(a != b and a != 1 for a, b in zip(own, wanted)):
-            raise ValueError(f"shape {self.shape} does not broadcast to {wanted}")
-        strides = (0,) * missing + self.strides
-        return View(
-            self.pointer,
-            wanted,
-            tuple([0 if a != b else step for a, b, step in zip(own, wanted, strides)]),
-            self.dtype,
-            self.device,
-            None if self.host is None else np.broadcast_to(self.host, wanted),
-            self.owner,
-        )
-
 
 class Library:
     """One array library: how to look at its arrays, and how to make more of the same kind."""
