@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -140,7 +141,7 @@ def choose(
         raise ValueError(f"family must be one of {FAMILIES}, got {family!r}")
     if arch < OLDEST_ARCH:
         raise Unsupported(
-            f"GPU kernels need compute capability 7.5 or newer, this GPU has {arch // 10}.{arch % 10}"
+            f"GPU kernels need compute capability 7.5 or newer, this GPU has {arch / 10}"
         )
     limit = shared_limit_of(arch) if shared_limit is None else shared_limit
     forward, backward = (
@@ -174,7 +175,7 @@ def simt_config(
 
 
 def shared_limit_of(arch: int) -> int:
-    """Bytes of shared memory that a block may have; of an unknown arch, what all newer ones have."""
+    """Bytes of shared memory that a block may have; the least of the newer ones if unknown."""
     return _SHARED_LIMIT.get(arch, 101376)
 
 
@@ -214,5 +215,5 @@ def _config(kernel: str, dtype: str, head_dim: int, head_dim_v: int, row: _Tile)
 
 def _chunk(width: int, limit: int, step: int) -> int:
     """The width of equal chunks, each at most `limit` and a multiple of `step`."""
-    chunks = -(-width // limit)
-    return -(-(-(-width // chunks)) // step) * step
+    chunks = math.ceil(width / limit)
+    return math.ceil(width / (chunks * step)) * step

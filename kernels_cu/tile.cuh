@@ -64,6 +64,10 @@ struct Matrix {
               (unsigned long long)start % sizeof(Piece) == 0;
   }
 
+  __device__ __forceinline__ Accumulation at(long long token, int column) const {
+    return widen(start[token * stride_s + column * stride_d]);
+  }
+
   // VECTOR numbers of one token from `column` on; zero beyond the ends, so that padding is finite.
   template <bool ALIGNED>
   __device__ __forceinline__ Piece load(long long token, int column) const {

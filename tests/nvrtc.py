@@ -50,7 +50,9 @@ def compile_text(text: str, arch: int, options: tuple[str, ...] = ()) -> dict[st
     if nvrtc is None:
         raise RuntimeError("nvidia-cuda-nvrtc is not installed")
     program = ctypes.c_void_p()
-    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"cuflash", 0, None, None))
+    _check(
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"cuflash", 0, None, None)
+    )
     try:
         # ftz and the default space are what CuPy adds
         all_options = [*options, f"-arch=sm_{arch}", "-ftz=true", "--no-cache",
@@ -64,12 +66,14 @@ def compile_text(text: str, arch: int, options: tuple[str, ...] = ()) -> dict[st
         message = log.value.decode()
         if status:
             raise CompileError(message)
-        return {
-            m["name"]: Usage(int(m["registers"]), int(m["stack"]), int(m["stores"]) + int(m["loads"]))
-            for m in _KERNEL.finditer(message)
-        }
+        return {found["name"]: _usage(found) for found in _KERNEL.finditer(message)}
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _usage(found: re.Match[str]) -> Usage:
+    registers, stack, stores, loads = map(int, found.group("registers", "stack", "stores", "loads"))
+    return Usage(registers, stack, stores + loads)
 
 
 def _check(status: int) -> None:

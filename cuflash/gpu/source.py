@@ -64,11 +64,9 @@ def text(config: Config, mask: MaskText | None = None) -> str:
 def _config(config: Config, words: int) -> str:
     """`struct Config`: every field of the Python one, in upper case."""
     constants = {**config.constants(), "words": words}
-    lines = [f"  static constexpr int {name.upper()} = {value};" for name, value in constants.items()]
-    return "\n".join(
-        ['#line 1 "config"', "struct Config {", f"  using dtype = {_TYPES[config.dtype]};"]
-        + [*lines, "};", ""]
-    )
+    head = ['#line 1 "config"', "struct Config {", f"  using dtype = {_TYPES[config.dtype]};"]
+    lines = [f"  static constexpr int {name.upper()} = {n};" for name, n in constants.items()]
+    return "\n".join([*head, *lines, "};", ""])
 
 
 @cache

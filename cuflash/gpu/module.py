@@ -1,0 +1,147 @@
+"""From a CUDA text to loaded kernels: compiled by CuPy with NVRTC, once a device and text.
+
+Compiled kernels lie in CuPy's cache folder, `$CUPY_CACHE_DIR` or `~/.cupy/kernel_cache`, so that a
+second process compiles nothing. Where that folder cannot be written, kernels are compiled again in
+each process, after one warning; no lock is ever taken on the file system.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from cuflash.gpu.source import OPTIONS
+
+_lock = threading.Lock()
+_text_locks: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
+_loaded: dict[tuple[int, str], dict[str, Any]] = {}
+
+
+def ensure_cache_folder() -> None:
+    """Before the first import of CuPy, which fails where it cannot make its cache folder."""
+    if "cupy" in sys.modules:
+        return
+    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        private = tempfile.mkdtemp(prefix="cuflash-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = private
+        _warn(f"the kernel cache {folder} cannot be made ({error}); this process uses {private}")
+
+
+@cache
+def device_limits(index: int) -> tuple[int, int]:
+    """Compute capability (90 is 9.0) of a GPU, and the shared memory that a block may have."""
+    import cupy
+
+    device = cupy.cuda.Device(index)
+    return int(device.compute_capability), device.attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+def load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:
+    """The kernels of a text on a device, as CuPy functions; compiled at most once a process.
+
+    The device has to be the current one. Kernels may use `shared_bytes` of dynamic shared memory.
+    """
+    key = device, text
+    if key in _loaded:
+        return _loaded[key]
+    with _lock:
+        text_lock = _text_locks[key]
+    with text_lock:
+        if key not in _loaded:
+            _loaded[key] = _load(text, kernels, shared_bytes, device)
+    return _loaded[key]
+
+
+def _load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:
+    import cupy
+
+    _check_driver(cupy)
+    arch = device_limits(device)[0]
+    newest = _newest_arch(cupy)
+    if arch > newest:
+        _warn(
+            f"NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))} does not know compute "
+            f"capability {arch / 10}: the driver translates PTX for {newest / 10} in each process. "
+            "A newer nvidia-cuda-nvrtc compiles for this GPU"
+        )
+        module = _in_memory(cupy, text, f"-arch=compute_{newest}")
+    else:
+        try:
+            module = cupy.RawModule(code=text, options=OPTIONS)
+            module.compile()
+            return {name: _with_shared(module.get_function(name).kernel, shared_bytes)
+                    for name in kernels}  # fmt: skip
+        except OSError as error:  # the cache folder is read-only or full
+            _warn(f"the kernel cache cannot be written ({error}); each process compiles again")
+            module = _in_memory(cupy, text, f"-arch=sm_{arch}")
+    return {name: _with_shared(module.get_function(name), shared_bytes) for name in kernels}
+
+
+def _in_memory(cupy: Any, text: str, arch: str) -> Any:
+    """Compile and load without any file."""
+    nvrtc = cupy.cuda.nvrtc
+    program = nvrtc.createProgram(text, "cuflash.cu", (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, (*OPTIONS, arch, "-ftz=true"))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"NVRTC: {error}\n{nvrtc.getProgramLog(program)}") from error
+        cubin = "sm_" in arch
+        binary = nvrtc.getCUBIN(program) if cubin else nvrtc.getPTX(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    module = cupy.cuda.function.Module()
+    module.load(binary)
+    return module
+
+
+def _with_shared(function: Any, shared_bytes: int) -> Any:
+    """Allow the dynamic shared memory now, not in a launch that a graph may be capturing."""
+    if shared_bytes > 48 << 10:
+        driver = _driver()
+        driver.funcSetAttribute(
+            function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
+        )
+    return function
+
+
+def _driver() -> Any:
+    from cupy_backends.cuda.api import driver
+
+    return driver
+
+
+@cache
+def _newest_arch(cupy: Any) -> int:
+    version = cupy.cuda.nvrtc.getVersion()
+    if version >= (12, 9):
+        return 121
+    return 120 if version >= (12, 8) else 90
+
+
+def _check_driver(cupy: Any) -> None:
+    """What a newer major version of NVRTC compiles, an older driver cannot load."""
+    nvrtc = cupy.cuda.nvrtc.getVersion()
+    driver = cupy.cuda.runtime.driverGetVersion()
+    if nvrtc[0] > driver // 1000:
+        raise RuntimeError(
+            f"NVRTC is of CUDA {nvrtc[0]}.{nvrtc[1]}, the driver of CUDA {driver // 1000}."
+            f"{driver % 1000 // 10}: update the driver, or install cuflash[cuda{driver // 1000}]"
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"cuflash: {message}", RuntimeWarning, stacklevel=2)
