@@ -57,10 +57,14 @@ def _parser() -> argparse.ArgumentParser:
         "memory", help="the arithmetic of standard attention against tiled attention"
     )
     memory.add_argument("--seqlen", type=int, default=8192)
-    memory.add_argument("--heads", type=int, default=32)
+    memory.add_argument("--seqlen-k", type=int, help="default: seqlen")
     memory.add_argument("--batch", type=int, default=1)
+    memory.add_argument("--heads", type=int, default=32)
+    memory.add_argument("--heads-k", type=int, help="default: heads")
     memory.add_argument("--head-dim", type=int, default=128)
+    memory.add_argument("--head-dim-v", type=int, help="default: head-dim")
     memory.add_argument("--dtype", default="float16")
+    memory.add_argument("--density", type=float, default=1.0, help="share of pairs a mask leaves")
     memory.set_defaults(run=_memory)
 
     for name, run, text in (
@@ -115,14 +119,8 @@ def _info(options: argparse.Namespace) -> int:
 def _memory(options: argparse.Namespace) -> int:
     import cuflash
 
-    report = cuflash.memory(
-        seqlen=options.seqlen,
-        heads=options.heads,
-        batch=options.batch,
-        head_dim=options.head_dim,
-        dtype=options.dtype,
-    )
-    print(report)
+    names = "seqlen seqlen_k batch heads heads_k head_dim head_dim_v dtype density".split()
+    print(cuflash.memory(**{name: getattr(options, name) for name in names}))
     return 0
 
 
@@ -138,9 +136,7 @@ def _warmup(options: argparse.Namespace) -> int:
     import cuflash
 
     arrays, masks = _problem(options)
-    report = cuflash.warmup(*arrays, **masks, backward=options.backward)
-    if report is not None:
-        print(report)
+    cuflash.warmup(*arrays, **masks, backward=options.backward)
     return 0
 
 
@@ -174,7 +170,9 @@ def array_module(device: str) -> Any:
     if device == "cpu":
         return np
     try:
-        import cupy
+        from .arrays.cupy import load_cupy
+
+        cupy = load_cupy()
     except ImportError as error:
         if device == "auto":
             return np

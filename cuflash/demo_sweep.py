@@ -92,13 +92,18 @@ def synchronize(xp: Any) -> None:
         xp.cuda.runtime.deviceSynchronize()
 
 
-def sweep(xp: Any, longest: int, head_dim: int) -> list[Row]:
-    """One causal head, forward and backward, at doubling lengths up to ``longest``."""
+def sweep(xp: Any, longest: int, head_dim: int, patience: float = 6.0) -> list[Row]:
+    """One causal head, forward and backward, at doubling lengths up to ``longest``.
+
+    The next length takes three times as long as all before it, so none is begun once they took
+    ``patience`` seconds.
+    """
+    start = time.perf_counter()
     room = 2**30 if xp is np else 0.8 * xp.cuda.runtime.memGetInfo()[0]
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     seqlen = min(512, longest)
-    while seqlen <= longest:
+    while seqlen <= longest and (not rows or time.perf_counter() - start < patience):
         q, k, v, do = (
             xp.asarray(rng.standard_normal((seqlen, head_dim), dtype=np.float32)) for _ in range(4)
         )

@@ -27,7 +27,7 @@ def test_text_is_real_and_long():
 
 
 def test_gradients_by_hand_match_differences(rng, monkeypatch):
-    """Every weight's gradient against a central difference, in float64 but for attention's input."""
+    """Every weight's gradient against a central difference of the loss."""
     text = rng.integers(0, 256, 40 + demo.CONTEXT + 1)
     weights = {name: w.astype(np.float64) for name, w in demo.start_weights(np, 0).items()}
     _, tape = demo.forward(np, weights, text, attend=True)

@@ -94,7 +94,7 @@ def test_docstring_examples_run(name):
 
     rng = np.random.default_rng(0)
     names = {"np": np, "cuflash": cuflash}
-    for argument in ("q", "k", "v", "do"):
+    for argument in ("q", "k", "v", "do", "target"):
         names[argument] = rng.standard_normal((1, 8, 2, 16), dtype=np.float32)
     result = doctest.testmod(
         module, extraglobs=names, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
