@@ -3,6 +3,7 @@
 The public names are here. Importing cuflash imports NumPy alone: no framework, no CUDA context.
 """
 
+from cuflash import order
 from cuflash.api import (
     Gradients,
     attention,
@@ -59,6 +60,7 @@ __all__ = [
     "maximum",
     "memory",
     "minimum",
+    "order",
     "sin",
     "sqrt",
     "tanh",

@@ -55,6 +55,7 @@ def attention(
     window: int | tuple[int | None, int | None] | None = None,
     mask: Any = None,
     scale: float | None = None,
+    positions: Any = None,
     layout: str = "bshd",
     deterministic: bool | None = None,
     return_lse: bool = False,
@@ -77,6 +78,9 @@ def attention(
         array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends.
         causal, window and mask all have to allow a pair
     scale : factor on q k^T; None means 1 / sqrt(head_dim)
+    positions : logical index of each stored query and key, which causal, window and masks go by:
+        one integer array for both or a pair (for q, for k), each (seqlen,) or (batch, seqlen).
+        Default: k counts from 0, q so that the last query is at the last key. See `cuflash.order`
     layout : order of the axes, "bshd" (batch, seqlen, heads, head_dim), "bhsd" or "sbhd"
     deterministic : every result is bit-reproducible so far, whatever this says
     return_lse : return (o, lse) instead of o
@@ -101,8 +105,8 @@ def attention(
     >>> o, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
     """
     call = _Call.read(
-        q, k, v, causal=causal, window=window, mask=mask, scale=scale, layout=layout,
-        deterministic=deterministic,
+        q, k, v, causal=causal, window=window, mask=mask, scale=scale, positions=positions,
+        layout=layout, deterministic=deterministic,
     )  # fmt: skip
     return call.forward(return_lse)
 
@@ -120,6 +124,7 @@ def attention_backward(
     window: int | tuple[int | None, int | None] | None = None,
     mask: Any = None,
     scale: float | None = None,
+    positions: Any = None,
     layout: str = "bshd",
     deterministic: bool | None = None,
 ) -> Gradients:
@@ -152,8 +157,9 @@ def attention_backward(
     >>> dq, dk, dv = cuflash.attention_backward(do, q, k, v, o, lse)
     """
     call = _Call.read(
-        q, k, v, causal=causal, window=window, mask=mask, scale=scale, layout=layout,
-        deterministic=deterministic, more={"do": do, "o": o, "lse": lse, "dlse": dlse},
+        q, k, v, causal=causal, window=window, mask=mask, scale=scale, positions=positions,
+        layout=layout, deterministic=deterministic,
+        more={"do": do, "o": o, "lse": lse, "dlse": dlse},
     )  # fmt: skip
     return call.backward()
 

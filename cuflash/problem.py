@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, Protocol
 
+from cuflash import combine
 from cuflash.expr.expression import Expression
-from cuflash.expr.nodes import Captured, Node, as_node, is_array, variable
-from cuflash.masks import Causal, Mask, SlidingWindow
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("bshd", "bhsd", "sbhd")
@@ -116,6 +115,7 @@ def make(
     mask: Any = None,
     scale: Any = None,
     layout: str = "bshd",
+    positions: Any = None,
     deterministic: bool | None = None,
 ) -> tuple[Problem, Axes]:
     """Validate a call and describe it.
@@ -131,9 +131,9 @@ def make(
         _check_shapes(q, k, v, axes)
     )
     top_left = _check_causal(causal) == "top-left"
-    expression = _combine(
-        bool(causal), _check_window(window), mask, (batch, heads_q, seqlen_q, seqlen_k)
-    )
+    shape = (batch, heads_q, seqlen_q, seqlen_k)
+    logical = combine.read_positions(positions, shape, top_left)
+    expression = combine.mask_of(bool(causal), _check_window(window), mask, logical, shape)
     q_offset = 0 if top_left else seqlen_k - seqlen_q
     bits = 32
     if expression is not None and min(batch, heads_q, seqlen_q, seqlen_k) > 0:
@@ -285,63 +285,3 @@ def _check_scale(scale: Any, head_dim: int) -> float:
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale!r}")
     return float(scale)
-
-
-def _combine(
-    causal: bool, window: tuple[int | None, int | None] | None, mask: Any, shape: tuple[int, ...]
-) -> Expression | None:
-    """The AND of all that masks, as one expression. Built once for the same options."""
-    if mask is None:
-        return _plain(causal, window)
-    if isinstance(mask, Mask):
-        key = (causal, window)
-        if key not in mask.combined:
-            mask.combined[key] = Expression(_all_of(causal, window, mask.node))
-        return mask.combined[key]
-    if not is_array(mask):
-        hint = ": wrap the function, cuflash.Mask(function)" if callable(mask) else ""
-        raise TypeError(
-            f"mask must be a cuflash mask or a bool array, got {type(mask).__name__}{hint}"
-        )
-    return Expression(_all_of(causal, window, _array_node(mask, shape)))
-
-
-@lru_cache(maxsize=256)
-def _plain(causal: bool, window: tuple[int | None, int | None] | None) -> Expression | None:
-    return Expression(_all_of(causal, window, None)) if causal or window else None
-
-
-def _all_of(causal: bool, window: tuple[int | None, int | None] | None, mask: Node | None) -> Node:
-    parts = [Causal().node] if causal else []
-    if window is not None:
-        parts.append(SlidingWindow(*window).node)
-    if mask is not None:
-        parts.append(mask)
-    node = parts[0]
-    for part in parts[1:]:
-        node = node & part
-    return node
-
-
-def _array_node(mask: Any, shape: tuple[int, ...]) -> Node:
-    """A bool array as an expression of storage indices; axes of size 1 are broadcast."""
-    captured = Captured(mask)
-    if captured.kind != "bool":
-        raise TypeError(
-            f"mask.dtype must be bool (True = attend), got {captured.dtype}: an additive array of "
-            "scores is a bias; from 0 / 1 values make a mask by mask != 0"
-        )
-    names = ("b", "h", "row", "column")[4 - len(captured.shape) :]
-    sizes = shape[4 - len(captured.shape) :]
-    if len(captured.shape) > 4 or any(
-        n not in (1, size) for n, size in zip(captured.shape, sizes, strict=True)
-    ):
-        raise ValueError(
-            f"mask.shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {shape}, "
-            f"got {captured.shape}"
-        )
-    index = tuple(
-        as_node(0) if n == 1 else variable(name)
-        for n, name in zip(captured.shape, names, strict=True)
-    )
-    return captured[index]

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from cuflash.expr.expression import substitute
 from cuflash.expr.functions import maximum, minimum, tanh
 from cuflash.expr.nodes import Captured, Node, Param, captured, cast, is_array, trace, variable
 
@@ -71,21 +72,6 @@ class _Chain(Score):
 
 def _parts(score: Score) -> tuple[Score, ...]:
     return score.parts if isinstance(score, _Chain) else (score,)
-
-
-def substitute(root: Node, by: dict[str, Node]) -> Node:
-    """The expression with nodes in the place of variables; shared parts stay shared."""
-    from cuflash.expr.expression import ordered
-
-    done: dict[int, Node] = {}
-    for node in ordered([root]):
-        if node.op == "variable" and node.value in by:
-            done[id(node)] = by[node.value]
-            continue
-        args = tuple(done[id(arg)] for arg in node.args)
-        same = all(a is b for a, b in zip(args, node.args))
-        done[id(node)] = node if same else Node(node.op, args, node.kind, node.value)
-    return done[id(root)]
 
 
 class Softcap(Score):

@@ -215,6 +215,20 @@ def _prefix(case: Case) -> np.ndarray:
     return (k < length) | (k <= q)
 
 
+def _positions(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Logical indices: queries by batch item, shuffled; keys in an order of their own."""
+    length = max(case.seqlen_q, case.seqlen_k)
+    rng = np.random.default_rng(length)
+    queries = np.stack([rng.permutation(length)[: case.seqlen_q] for _ in range(case.batch)])
+    return queries, rng.permutation(length)[: case.seqlen_k].astype(np.int32)
+
+
+def _at(case: Case, rule: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """A rule of logical indices at the positions of `_positions`."""
+    queries, keys = _positions(case)
+    return rule(queries[:, None, :, None], keys[None, None, None, :])
+
+
 def _documents_options(case: Case, convert: Callable[[np.ndarray], Any]) -> dict[str, Any]:
     ids = convert(_ids(case))
     return {"mask": cuflash.Mask(lambda b, h, q, k: ids[b, q] == ids[b, k])}
@@ -316,6 +330,17 @@ MASKS: dict[str, MaskCase] = {
     "neighborhood-3d": MaskCase(
         lambda case, convert: {"mask": cuflash.Neighborhood((6, 4, 6), 3)},
         lambda case: _neighborhood(case, (6, 4, 6), (3, 3, 3)),
+    ),
+    "positions-causal": MaskCase(
+        lambda case, convert: {"causal": True, "positions": tuple(map(convert, _positions(case)))},
+        lambda case: _at(case, lambda q, k: k <= q),
+    ),
+    "positions-global": MaskCase(
+        lambda case, convert: {
+            **_global_options(case, convert),
+            "positions": tuple(map(convert, _positions(case))),
+        },
+        lambda case: _at(case, lambda q, k: (abs(q - k) <= 9) | _flags(case)[q] | _flags(case)[k]),
     ),
     "nothing": MaskCase(
         lambda case, convert: {"mask": cuflash.Mask(lambda b, h, q, k: k < -1)},

@@ -113,7 +113,7 @@ class Bounds:
                 return FALSE, TRUE
             boxes = [Node("box", tuple(ends), "bool", Box(captured, x)) for x in ("all", "any")]
             return boxes[0], boxes[1]
-        low, high = _DTYPE_RANGE.get(captured.dtype, (None, None))
+        low, high = captured.range or _DTYPE_RANGE.get(captured.dtype, (None, None))
         return (None, None) if low is None else (as_node(low), as_node(high))
 
     def _tabulate(self, node: Node, side: str) -> Interval:

@@ -72,8 +72,9 @@ class Expression:
 
     @cached_property
     def operands(self) -> tuple[Any, ...]:
-        """What `survey` depends on beside the structure: numbers, and shapes of the arrays."""
-        return tuple(n.value for n in self.numbers), tuple(array.shape for array in self.arrays)
+        """What `survey` depends on beside the structure: numbers, shapes and ranges of arrays."""
+        arrays = tuple((array.shape, array.range) for array in self.arrays)
+        return tuple(n.value for n in self.numbers), arrays
 
     def leaves(self, arrays: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
         """The NumPy array of each `Captured`, by its id (several may stand for one array)."""
@@ -118,6 +119,19 @@ def ordered(roots: Sequence[Node]) -> list[Node]:
         stack.append((node, True))
         stack.extend((arg, False) for arg in reversed(node.args))
     return list(done.values())
+
+
+def substitute(root: Node, by: Mapping[str, Node]) -> Node:
+    """The expression with nodes in the place of variables; shared parts stay shared."""
+    done: dict[int, Node] = {}
+    for node in ordered([root]):
+        if node.op == "variable" and node.value in by:
+            done[id(node)] = by[node.value]
+            continue
+        args = tuple(done[id(arg)] for arg in node.args)
+        same = all(a is b for a, b in zip(args, node.args, strict=True))
+        done[id(node)] = node if same else Node(node.op, args, node.kind, node.value)
+    return done[id(root)]
 
 
 def evaluate(

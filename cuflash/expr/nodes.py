@@ -110,6 +110,7 @@ class Captured:
 
     def __init__(self, array: Any) -> None:
         self.array = array
+        self.range: tuple[int, int] | None = None  # least and greatest value, where known
         self.shape = tuple(int(n) for n in array.shape)
         self.dtype = str(array.dtype).removeprefix("torch.")
         if self.dtype == "bool":
