@@ -24,7 +24,8 @@ _RESERVED = 1024  # bytes of shared memory that the system takes from each block
 class Config:
     """What one kernel file is compiled for. A field in upper case is the constant in CUDA.
 
-    block_q, block_k : tokens of a tile of scores
+    block_q, block_k : tokens of a tile of scores; the kernel of dk and dv, which owns keys and has
+        queries pass, swaps the two
     thread_rows, thread_columns : the grid that the threads of a block form
     chunk, chunk_v : numbers of a head dimension (of q and k, of v and o) in shared memory at a time
     blocks_per_sm : blocks that an SM must be able to hold; it caps the registers of a thread
@@ -61,8 +62,8 @@ class Config:
             tiles = tile(self.block_q, self.chunk) + sum(tile(self.block_k, w) for w in widths)
             return tiles + tile(self.block_k, self.block_q)
         tiles = sum(tile(self.block_q, w) + tile(self.block_k, w) for w in widths)  # q, do, k, v
-        weights = tile(self.block_q, self.block_k), tile(self.block_k, self.block_q)
-        return tiles + max(weights) + 2 * self.block_q * number  # lse, delta
+        rows = 2 * max(self.block_q, self.block_k) * number  # lse, delta
+        return tiles + tile(self.block_k, self.block_q) + rows
 
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
@@ -87,7 +88,9 @@ class _Tile(NamedTuple):
 _SIMT = {
     ("forward", 4): (
         _Tile(64, 128, 64, 16, 16, 64, 2),
-        _Tile(256, 64, 64, 16, 16, 64, 2),
+        _Tile(128, 64, 64, 16, 16, 64, 2),
+        _Tile(128, 64, 32, 16, 16, 64, 2),
+        _Tile(256, 64, 64, 16, 16, 64, 1),
         _Tile(256, 64, 32, 16, 16, 64, 1),
         _Tile(512, 32, 32, 8, 32, 128, 1),
     ),
@@ -97,17 +100,17 @@ _SIMT = {
         _Tile(512, 16, 32, 8, 32, 64, 1),
     ),
     ("backward", 4): (
-        _Tile(128, 64, 64, 16, 16, 64, 2),
+        _Tile(64, 64, 64, 16, 16, 64, 2),
         _Tile(128, 64, 64, 16, 16, 64, 1),
-        _Tile(256, 32, 32, 8, 32, 128, 1),
         _Tile(128, 32, 32, 8, 16, 64, 1),
         _Tile(512, 32, 32, 8, 32, 128, 1),
+        _Tile(512, 16, 32, 4, 32, 128, 1),
     ),
     ("backward", 8): (
         _Tile(128, 32, 32, 16, 16, 64, 1),
         _Tile(512, 16, 32, 8, 32, 64, 1),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ __device__ __forceinline__ void outer_products(
   for (int i = 0; i < ROWS; ++i)
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) result[i][j] = 0;
-#pragma unroll 4
+#pragma unroll 2
   for (int token = 0; token < Stream::ROWS; ++token) {
     Vector weight[ROWS / VECTOR], column[COLUMNS / VECTOR];
 #pragma unroll

@@ -6,14 +6,15 @@
 
 enum TileState { SKIP = 0, PARTLY = 1, WHOLE = 2 };
 
-// A tile of scores: rows row0 .. row0 + BLOCK_Q, columns column0 .. column0 + BLOCK_K.
+// A tile of scores: BLOCK_Q rows from row0 on, BLOCK_K columns from column0 on.
+template <int BLOCK_Q, int BLOCK_K>
 struct ScoreTile {
   int b, h;
   long long row0, column0;
 
   // WHOLE: every pair is attended. SKIP: none is. PARTLY: the mask must be asked pair by pair.
   __device__ int state(const Params& p) const {
-    long long row1 = row0 + Config::BLOCK_Q - 1, column1 = column0 + Config::BLOCK_K - 1;
+    long long row1 = row0 + BLOCK_Q - 1, column1 = column0 + BLOCK_K - 1;
     const bool overhangs = row1 >= p.seqlen_q || column1 >= p.seqlen_k;
     if (row1 >= p.seqlen_q) row1 = p.seqlen_q - 1;
     if (column1 >= p.seqlen_k) column1 = p.seqlen_k - 1;

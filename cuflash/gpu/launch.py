@@ -61,7 +61,7 @@ def workspaces(problem: Problem, backward: bool) -> list[tuple[str, tuple[int, .
     if backward:
         rows = problem.batch, problem.heads_q, problem.seqlen_q
         specs.append(("delta", rows, problem.accumulation))
-    text = _mask_text(problem)
+    text = mask_text(problem)
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs
@@ -95,8 +95,9 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
 
 def grids(config: Config, problem: Problem) -> dict[str, int]:
     """Blocks of each kernel of a Config; 0 where there is nothing to do."""
-    tiles_q = -(-problem.seqlen_q // config.block_q)
-    tiles_k = -(-problem.seqlen_k // config.block_k)
+    tiles_q, tiles_k = (  # of the tokens that a block owns
+        -(-seqlen // config.block_q) for seqlen in (problem.seqlen_q, problem.seqlen_k)
+    )
     heads_q, heads_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     rows = -(-heads_q * problem.seqlen_q // (config.threads // 32))
     blocks = {"delta": rows, "dk_dv": heads_k * tiles_k}
@@ -179,7 +180,7 @@ def _load(name: str, problem: Problem, device: int) -> _Kernels:
     from cuflash.arrays.cupy import on_device
 
     config = config_for(problem, device, name == "backward")
-    mask = _mask_text(problem)
+    mask = mask_text(problem)
     names = list(KERNELS[name])
     if mask is not None and mask.tables:
         names.append("tabulate")
@@ -203,7 +204,8 @@ def _refuse_capture(stream: int | None) -> None:
         )
 
 
-def _mask_text(problem: Problem) -> MaskText | None:
+def mask_text(problem: Problem) -> MaskText | None:
+    """The CUDA text of the problem's mask, or None without one."""
     return None if problem.mask is None else _emit(problem.mask, problem.index_bits)
 
 

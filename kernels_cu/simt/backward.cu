@@ -15,15 +15,21 @@ constexpr int COLUMNS_DV = C::CHUNK_V / C::THREAD_COLUMNS;   // and of dv
 using KMatrix = Matrix<C::HEAD_DIM>;    // like q and k
 using VMatrix = Matrix<C::HEAD_DIM_V>;  // like v, o and do
 
-// OWN tokens that a block keeps, STREAM tokens that pass; WEIGHTS is [STREAM][OWN].
-template <int OWN, int STREAM>
+// A block owns BLOCK_Q tokens and BLOCK_K pass: queries and keys in dq, keys and queries in dk_dv.
+constexpr int OWN = C::BLOCK_Q, STREAM = C::BLOCK_K;
+constexpr int ROWS = OWN / C::THREAD_ROWS;            // owned tokens of one thread
+constexpr int COLUMNS = STREAM / C::THREAD_COLUMNS;   // its passing tokens in a tile of scores
+
+template <bool OWN_IS_Q>
 struct Smem {
-  SharedTile<C::BLOCK_Q, C::CHUNK> q;
-  SharedTile<C::BLOCK_K, C::CHUNK> k;
-  SharedTile<C::BLOCK_Q, C::CHUNK_V> do_;
-  SharedTile<C::BLOCK_K, C::CHUNK_V> v;
+  static constexpr int TOKENS_Q = OWN_IS_Q ? OWN : STREAM, TOKENS_K = OWN_IS_Q ? STREAM : OWN;
+  SharedTile<TOKENS_Q, C::CHUNK> q;
+  SharedTile<TOKENS_K, C::CHUNK> k;
+  SharedTile<TOKENS_Q, C::CHUNK_V> do_;
+  SharedTile<TOKENS_K, C::CHUNK_V> v;
   SharedTile<STREAM, OWN> weights;  // P or dS, a column an owned token
-  Accumulation lse[C::BLOCK_Q], delta[C::BLOCK_Q];
+  Accumulation lse[TOKENS_Q], delta[TOKENS_Q];
+  using Tile = ScoreTile<TOKENS_Q, TOKENS_K>;
 };
 
 // One head of one batch item, as both kernels see it.
@@ -63,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const __grid_constan
 template <class Shared>
 __device__ __forceinline__ void load_rows(
     const Params& p, Shared& smem, int b, int h, long long row0) {
-  for (int i = threadIdx.x; i < C::BLOCK_Q; i += THREADS) {
+  for (int i = threadIdx.x; i < Shared::TOKENS_Q; i += THREADS) {
     const bool inside = row0 + i < p.seqlen_q;
     smem.lse[i] = inside ? *row_address<Accumulation>(p.lse, b, h, row0 + i) : negative_infinity();
     smem.delta[i] = inside ? *row_address<Accumulation>(p.delta, b, h, row0 + i) : 0;
@@ -74,11 +80,11 @@ __device__ __forceinline__ void load_rows(
 // dS = P * (dP - delta) into `ds`, both with the mask, times the inner part of scale in ds.
 // On return the last chunks of the streamed operands lie in shared memory, unread chunks before
 // them do not; the owned operands stay there if they fit into one chunk.
-template <bool CAREFUL, bool OWN_IS_Q, int ROWS, int COLUMNS, class Shared>
+template <bool CAREFUL, bool OWN_IS_Q>
 __device__ __forceinline__ void weights_of_tile(
-    const Params& p, Shared& smem, const Head& head, const ScoreTile& tile, bool partly,
-    Accumulation (&weight)[ROWS][COLUMNS], Accumulation (&ds)[ROWS][COLUMNS],
-    Accumulation& probe) {
+    const Params& p, Smem<OWN_IS_Q>& smem, const Head& head,
+    const typename Smem<OWN_IS_Q>::Tile& tile, bool partly, Accumulation (&weight)[ROWS][COLUMNS],
+    Accumulation (&ds)[ROWS][COLUMNS], Accumulation& probe) {
   using Sum = typename Select<CAREFUL, double, Accumulation>::type;
   const Scale scale(p.scale, CAREFUL);
   Sum sum[ROWS][COLUMNS] = {}, dp[ROWS][COLUMNS] = {};
@@ -181,9 +187,8 @@ __device__ __forceinline__ void store_result(
 // nothing, where the careful path has to do it again (as in forward.cu).
 template <bool CAREFUL>
 __device__ __forceinline__ bool dk_dv_tile(
-    const Params& p, Smem<C::BLOCK_K, C::BLOCK_Q>& smem, int b, int head_k, long long column0) {
+    const Params& p, Smem<false>& smem, int b, int head_k, long long column0) {
   // 1 coordinates, 2 state
-  constexpr int ROWS = C::BLOCK_K / C::THREAD_ROWS, COLUMNS = C::BLOCK_Q / C::THREAD_COLUMNS;
   const int group = int(p.heads_q / p.heads_k);
   Accumulation dk_acc[CHUNKS][ROWS][COLUMNS_D] = {}, dv_acc[CHUNKS_V][ROWS][COLUMNS_DV] = {};
   Accumulation probe = 0;
@@ -194,10 +199,10 @@ __device__ __forceinline__ bool dk_dv_tile(
   for (int member = 0; member < group; ++member) {
     const Head head(p, b, head_k * group + member);
     const auto tile_at = [&](long long tile) {
-      return ScoreTile{head.b, head.h, tile * C::BLOCK_Q, column0};
+      return Smem<false>::Tile{head.b, head.h, tile * STREAM, column0};
     };
     // 4, 5 over the query tiles that the mask does not skip
-    Walk walk((p.seqlen_q + C::BLOCK_Q - 1) / C::BLOCK_Q);
+    Walk walk((p.seqlen_q + STREAM - 1) / STREAM);
     long long tile;
     bool partly;
     while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
@@ -207,14 +212,14 @@ __device__ __forceinline__ bool dk_dv_tile(
       store_weights(smem.weights, weight);
       __syncwarp();  // weights: written by this warp, read by this warp
       add_outer_products<CAREFUL>(dv_acc, smem.weights, smem.do_, [&](int chunk) {
-        load_tile(smem.do_, head.do_gmem, tile * C::BLOCK_Q, chunk);
+        load_tile(smem.do_, head.do_gmem, tile * STREAM, chunk);
       });
       // dK += dS^T Q
       __syncwarp();  // weights: read by this warp, may be overwritten
       store_weights(smem.weights, ds);
       __syncwarp();  // weights: written by this warp, read by this warp
       add_outer_products<CAREFUL>(dk_acc, smem.weights, smem.q, [&](int chunk) {
-        load_tile(smem.q, head.q_gmem, tile * C::BLOCK_Q, chunk);
+        load_tile(smem.q, head.q_gmem, tile * STREAM, chunk);
       });
       __syncthreads();  // the tile has been read by all, the next may overwrite it
     }
@@ -234,9 +239,8 @@ __device__ __forceinline__ bool dk_dv_tile(
 // One tile of dq, by the same rules.
 template <bool CAREFUL>
 __device__ __forceinline__ bool dq_tile(
-    const Params& p, Smem<C::BLOCK_Q, C::BLOCK_K>& smem, int b, int h, long long row0) {
+    const Params& p, Smem<true>& smem, int b, int h, long long row0) {
   // 1 coordinates, 2 state
-  constexpr int ROWS = C::BLOCK_Q / C::THREAD_ROWS, COLUMNS = C::BLOCK_K / C::THREAD_COLUMNS;
   const Head head(p, b, h);
   Accumulation dq_acc[CHUNKS][ROWS][COLUMNS_D] = {};
   Accumulation probe = 0;
@@ -245,8 +249,10 @@ __device__ __forceinline__ bool dq_tile(
   if (CHUNKS_V == 1) load_tile(smem.do_, head.do_gmem, row0, 0);
   load_rows(p, smem, b, h, row0);
   // 4, 5 over the key tiles that the mask does not skip
-  const auto tile_at = [&](long long tile) { return ScoreTile{b, h, row0, tile * C::BLOCK_K}; };
-  Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K);
+  const auto tile_at = [&](long long tile) {
+    return Smem<true>::Tile{b, h, row0, tile * STREAM};
+  };
+  Walk walk((p.seqlen_k + STREAM - 1) / STREAM);
   long long tile;
   bool partly;
   while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
@@ -256,7 +262,7 @@ __device__ __forceinline__ bool dq_tile(
     store_weights(smem.weights, ds);
     __syncwarp();  // weights: written by this warp, read by this warp
     add_outer_products<CAREFUL>(dq_acc, smem.weights, smem.k, [&](int chunk) {
-      load_tile(smem.k, head.k_gmem, tile * C::BLOCK_K, chunk);
+      load_tile(smem.k, head.k_gmem, tile * STREAM, chunk);
     });
     __syncthreads();  // the tile has been read by all, the next may overwrite it
   }
@@ -271,13 +277,13 @@ __device__ __forceinline__ bool dq_tile(
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     dk_dv(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
-  auto& smem = *(Smem<C::BLOCK_K, C::BLOCK_Q>*)shared_memory;
+  auto& smem = *(Smem<false>*)shared_memory;
   static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
-  const long long tiles = (p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K;
+  const long long tiles = (p.seqlen_k + OWN - 1) / OWN;
   const long long items = p.batch * p.heads_k * tiles;
   for (long long item = blockIdx.x; item < items; item += gridDim.x) {
     const int b = int(item / tiles / p.heads_k), head_k = int(item / tiles % p.heads_k);
-    const long long column0 = item % tiles * C::BLOCK_K;
+    const long long column0 = item % tiles * OWN;
     if (dk_dv_tile<false>(p, smem, b, head_k, column0))
       dk_dv_tile<true>(p, smem, b, head_k, column0);
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
@@ -287,13 +293,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     dq(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
-  auto& smem = *(Smem<C::BLOCK_Q, C::BLOCK_K>*)shared_memory;
+  auto& smem = *(Smem<true>*)shared_memory;
   static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
-  const long long tiles = (p.seqlen_q + C::BLOCK_Q - 1) / C::BLOCK_Q;
+  const long long tiles = (p.seqlen_q + OWN - 1) / OWN;
   const long long items = p.batch * p.heads_q * tiles;
   for (long long item = blockIdx.x; item < items; item += gridDim.x) {
     const int b = int(item / tiles / p.heads_q), h = int(item / tiles % p.heads_q);
-    const long long row0 = (tiles - 1 - item % tiles) * C::BLOCK_Q;
+    const long long row0 = (tiles - 1 - item % tiles) * OWN;
     if (dq_tile<false>(p, smem, b, h, row0)) dq_tile<true>(p, smem, b, h, row0);
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }

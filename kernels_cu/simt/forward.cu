@@ -45,7 +45,8 @@ __device__ __forceinline__ bool forward_tile(
   if (CHUNKS == 1) load_tile(smem.q, q_gmem, row0, 0);
 
   // 4, 5 over the key tiles that the mask does not skip, whole and partly attended ones
-  const auto tile_at = [&](long long tile) { return ScoreTile{b, h, row0, tile * C::BLOCK_K}; };
+  using Tile = ScoreTile<C::BLOCK_Q, C::BLOCK_K>;
+  const auto tile_at = [&](long long tile) { return Tile{b, h, row0, tile * C::BLOCK_K}; };
   Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K);
   long long tile;
   bool partly;

@@ -16,9 +16,8 @@ struct Scale {
 };
 
 // Bit i * COLUMNS + j: whether this thread's pair (own row i, stream column j) is attended.
-template <bool OWN_IS_Q, int ROWS, int COLUMNS>
-__device__ __forceinline__ unsigned long long allowed_pairs(
-    const Params& p, const ScoreTile& tile) {
+template <bool OWN_IS_Q, int ROWS, int COLUMNS, class Tile>
+__device__ __forceinline__ unsigned long long allowed_pairs(const Params& p, const Tile& tile) {
   static_assert(ROWS * COLUMNS <= 64, "a bit a pair");
   unsigned long long allowed = 0;
 #pragma unroll 1  // the text of a mask may be long
@@ -35,9 +34,9 @@ __device__ __forceinline__ unsigned long long allowed_pairs(
 
 // s = scale * x where the pair is attended, else -inf. `probe` turns NaN once an attended score is
 // not finite: then the careful path has to look again.
-template <bool OWN_IS_Q, class Sum, int ROWS, int COLUMNS>
+template <bool OWN_IS_Q, class Sum, int ROWS, int COLUMNS, class Tile>
 __device__ __forceinline__ void finish_scores(
-    const Params& p, const ScoreTile& tile, bool partly, double outer,
+    const Params& p, const Tile& tile, bool partly, double outer,
     const Sum (&sum)[ROWS][COLUMNS], Accumulation (&s_acc)[ROWS][COLUMNS], Accumulation& probe) {
   const unsigned long long allowed =
       partly ? allowed_pairs<OWN_IS_Q, ROWS, COLUMNS>(p, tile) : ~0ull;

@@ -9,8 +9,16 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+
+import numpy as np
+
+from cuflash import plan
+from cuflash.arrays import View, take
+from cuflash.gpu import launch, source
+from cuflash.problem import Problem
 
 HEADER = Path(__file__).with_name("cuda.hpp")
 FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
@@ -64,11 +72,82 @@ extern "C" int emulate_{name}(const void* bytes, unsigned grid, unsigned threads
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             source, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             source.write_text(whole)
-            subprocess.run(
-                [compiler() or "g++", *FLAGS, "-o", str(made), str(source)],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            command = [compiler() or "g++", *FLAGS, "-o", str(made), str(source)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"g++ refuses the kernels:\n{done.stderr}")
             os.replace(made, library)  # atomic: another process may build the same
     return Emulated(ctypes.CDLL(str(library)))
+
+
+def attention(
+    problem: Problem,
+    inputs: Mapping[str, np.ndarray],
+    *,
+    captures: Sequence[np.ndarray] = (),
+    arch: int = 90,
+    reverse: bool = False,
+    edit: Callable[[str], str] = lambda text: text,
+) -> dict[str, np.ndarray]:
+    """Forward and, where `do` is among the inputs, backward by the kernels for `arch`.
+
+    Parameters
+    ----------
+    inputs : q, k, v (batch, seqlen, heads, dim), any strides; do, dlse for backward, which may also
+        bring its own o and lse
+    edit : changes the CUDA text, to see what a wrong kernel does
+
+    Returns
+    -------
+    o, lse and, in backward, dq, dk, dv
+    """
+    arrays = dict(inputs)
+    accumulation = np.dtype(problem.accumulation)
+
+    def make(name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        arrays[name] = np.full(shape, np.nan, dtype)
+
+    b, h, s, d_v = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
+    if "o" not in arrays:
+        make("o", (b, s, h, d_v), arrays["q"].dtype)
+        make("lse", (b, h, s), accumulation)
+        _run("forward", problem, arrays, captures, arch, reverse, edit)
+    if "do" in arrays:
+        for name in "qkv":
+            make(f"d{name}", arrays[name].shape, arrays["q"].dtype)
+        _run("backward", problem, arrays, captures, arch, reverse, edit)
+    return {name: arrays[name] for name in ("o", "lse", "dq", "dk", "dv") if name in arrays}
+
+
+def _run(
+    name: str,
+    problem: Problem,
+    arrays: dict[str, np.ndarray],
+    captures: Sequence[np.ndarray],
+    arch: int,
+    reverse: bool,
+    edit: Callable[[str], str],
+) -> None:
+    config = plan.simt_config(
+        name, problem.dtype, problem.head_dim, problem.head_dim_v, plan.shared_limit_of(arch)
+    )
+    mask = launch.mask_text(problem)
+    kernels = build(edit(source.text(config, mask)))
+    for workspace, shape, dtype in launch.workspaces(problem, name == "backward"):
+        arrays[workspace] = np.full(shape, -1 if dtype == "int64" else np.nan, dtype)
+    views = {each: _view(array) for each, array in arrays.items()}
+    words: list[int] = []
+    if mask is not None and problem.mask is not None:
+        tables = arrays.get("tables")
+        pointer = 0 if tables is None else tables.ctypes.data
+        words = mask.pack(problem.mask, [_view(array) for array in captures], problem, pointer)
+        if mask.tables:
+            kernels.launch("tabulate", launch.pack(problem, views, words), 2, 128, reverse)
+    params = launch.pack(problem, views, words)
+    for kernel, grid in launch.grids(config, problem).items():
+        # fewer blocks than items: the grid-stride loop is walked too
+        kernels.launch(kernel, params, (grid + 1) // 2, config.threads, reverse)
+
+
+def _view(array: np.ndarray) -> View:
+    return take({"array": array})[1]["array"]
