@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cuflash.cpu import careful
 from cuflash.cpu.careful import is_finite
-from cuflash.cpu.tiles import SLAB_ROWS, Call, Part
+from cuflash.cpu.tiles import SLAB_ROWS, Call, Part, times
 
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
@@ -98,15 +99,15 @@ def _backward_slab(
             heads = slice(part.heads_q.start - heads_q.start, part.heads_q.stop - heads_q.start)
             k_tile = part.keys(k, columns, call.dtype, call.scale, "k")
             v_tile = part.keys(v, columns, call.dtype, name="v")
-            for rows, partial in call.visits(part.place, tile, of_key=True):
+            for rows, is_cut in call.visits(part.place, tile, of_key=True):
                 lse, delta = (x[heads, rows].reshape(shape[0], -1, 1) for x in terms)
                 dq_tile, dk_tile, dv_tile = _differentiate(
-                    part, operands, (k_tile, v_tile), (lse, delta), (rows, columns), partial
+                    part, operands, (k_tile, v_tile), (lse, delta), (rows, columns), is_cut
                 )
                 dq_sum[heads, rows] += part.unstack(dq_tile)
                 dk_sum += dk_tile
                 dv_sum += dv_tile
-        dk_sum *= call.scale  # dk = scale dS^T Q; dq has its scale from k
+        times(dk_sum, call.scale)  # dk = scale dS^T Q; dq has its scale from k
         sound = sound and is_finite(dk_sum) and is_finite(dv_sum)
         dk[item, columns, heads_k] = dk_sum.transpose(1, 0, 2)
         dv[item, columns, heads_k] = dv_sum.transpose(1, 0, 2)
@@ -121,7 +122,7 @@ def _differentiate(
     key_tiles: tuple[np.ndarray, np.ndarray],
     terms: tuple[np.ndarray, np.ndarray],
     place: tuple[slice, slice],
-    partial: bool,
+    is_cut: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return what one tile adds to dq, dk / scale and dv. key_tiles: scale * k, and v."""
     call, (do, q, k, v), (k_tile, v_tile), (rows, columns) = part.call, operands, key_tiles, place
@@ -135,7 +136,7 @@ def _differentiate(
     s -= lse
     np.minimum(s, 0, out=s)
     p = np.exp(s, out=s)
-    allowed = part.allowed(rows, columns) if partial else None
+    allowed = part.allowed(rows, columns) if is_cut else None
     if allowed is not None:
         p_rows = part.unstack(p)
         p_rows *= allowed  # p <= 1 here or NaN, and NaN shows in the products
@@ -151,9 +152,9 @@ def _differentiate(
     if sound and all(is_finite(x) for x in result):
         return result
     loaders = (
-        lambda kind: part.queries(do, rows, kind),
-        lambda kind: part.queries(q, rows, kind),
-        lambda kind: part.keys(k, columns, kind, call.scale),
-        lambda kind: part.keys(v, columns, kind),
+        partial(part.queries, do, rows),
+        partial(part.queries, q, rows),
+        partial(part.keys, k, columns, scale=call.scale),
+        partial(part.keys, v, columns),
     )
     return careful.gradients(loaders, lse, delta, part.restack(allowed, s), dtype)

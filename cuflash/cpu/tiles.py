@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cuflash.cpu.careful import wider
+
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
     from cuflash.problem import Problem
@@ -128,12 +130,26 @@ class Part:
         by_batch = mask is not None and mask.depends_on_batch
         self.place = (item if by_batch else 0, heads_q.start if call.by_head else 0)
 
-    def queries(self, x, rows, dtype, scale=None, name=None) -> np.ndarray:
+    def queries(
+        self,
+        x: np.ndarray,
+        rows: slice,
+        dtype: np.dtype,
+        scale: float | None = None,
+        name: str | None = None,
+    ) -> np.ndarray:
         """Return rows of q, do or o times scale, (key heads, stack * rows, head_dim)."""
         view = x[self.item, rows, self.heads_q].transpose(1, 0, 2)
         return _load(self.call, view, self.stack, dtype, scale, name)
 
-    def keys(self, x, columns, dtype, scale=None, name=None) -> np.ndarray:
+    def keys(
+        self,
+        x: np.ndarray,
+        columns: slice,
+        dtype: np.dtype,
+        scale: float | None = None,
+        name: str | None = None,
+    ) -> np.ndarray:
         """Return rows of k or v times scale, (key heads, columns, head_dim)."""
         view = x[self.item, columns, self.heads_k].transpose(1, 0, 2)
         return _load(self.call, view, 1, dtype, scale, name)
@@ -149,6 +165,11 @@ class Part:
     def restack(self, allowed: np.ndarray | None, s: np.ndarray) -> np.ndarray | None:
         """Return the mask of one tile in the shape of the tile s."""
         return None if allowed is None else np.tile(allowed, (s.shape[0], self.stack, 1))
+
+
+def times(x: np.ndarray, scale: float) -> None:
+    """Multiply x in place, in the wider type: a scale that x's type does not hold stays exact."""
+    np.multiply(x, scale, out=x, dtype=wider(x.dtype), casting="same_kind")
 
 
 def _load(
@@ -169,7 +190,7 @@ def _load(
     copy = call.buffer(name, *view.shape) if name else np.empty(view.shape, dtype)
     np.copyto(copy, view, casting="unsafe")
     if scale is not None:
-        copy *= scale
+        times(copy, scale)
     return copy.reshape(heads // stack, stack * rows, head_dim)
 
 

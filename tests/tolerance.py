@@ -1,0 +1,162 @@
+"""How far a result may be from the definition: the rules of DESIGN.md 6, for every back end.
+
+    16 bit   twice the error of the naive formula whose S, P, O, dP, dS are each rounded once to the
+             input's dtype, with float32 sums, plus 1e-5
+    float32  twice the error of the naive formula in float32, plus 2e-6
+    float64  1e-12 of the largest value, against longdouble
+    lse      1e-5 * max(1, |lse|); float64 1e-12 of that
+    gradients add |lse| * 2^-24 (2^-53) of what they sum, for backward computes s again
+
+NaN never passes, on either side; infinities have to be equal. Arrays are NumPy copies in the order
+(batch, seqlen, heads, head_dim), lse (batch, heads, seqlen_q), whatever made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+from cases import Case, numpy_dtype
+
+from cuflash import reference
+
+FLOOR = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 2e-6, "float64": 0.0}
+LSE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 1e-5, "float64": 1e-12}
+NAMES = ("o", "lse", "dq", "dk", "dv")
+
+
+def close(name: str, got: np.ndarray, want: np.ndarray, limit: np.ndarray | float) -> None:
+    """Fail unless |got - want| <= limit everywhere, in the type of want; say where and how far."""
+    got = np.asarray(got).astype(want.dtype)
+    if got.shape != want.shape:
+        raise AssertionError(f"{name}: shape {got.shape}, not {want.shape}")
+    if np.isnan(want).any():
+        raise AssertionError(f"{name}: the oracle is NaN, so nothing can be judged by it")
+    with np.errstate(invalid="ignore"):
+        error = np.where(got == want, 0, np.abs(got - want))  # infinities of one sign are equal
+        bad = ~(error <= limit)  # a NaN compares false and so is bad
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        limit_at = float(np.broadcast_to(limit, bad.shape)[at])
+        raise AssertionError(
+            f"{name}: {bad.sum()} of {bad.size} are wrong; at {at} got {got[at]}, want {want[at]}, "
+            f"error {float(error[at]):.3g} over the limit {limit_at:.3g}; "
+            f"largest error {float(np.max(error)):.3g}"
+        )
+
+
+class Judge:
+    """The oracle and the naive formula of one call.
+
+    Parameters
+    ----------
+    inputs : q, k, v (and do, dlse for gradients) of values that `dtype` holds, of any wider type
+    scale, dtype : of the call, dtype by name
+    allowed : bool, broadcast to (batch, heads_q, seqlen_q, seqlen_k); None allows all pairs
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, np.ndarray], *, scale: float, dtype: str,
+        allowed: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs, self.scale, self.dtype = inputs, scale, dtype
+        batch, seqlen_q, heads_q, _ = inputs["q"].shape
+        pairs = (batch, heads_q, seqlen_q, inputs["k"].shape[1])
+        self.allowed = np.broadcast_to(True if allowed is None else allowed, pairs)
+        self._wide = np.longdouble if dtype == "float64" else np.float64
+
+    @classmethod
+    def of(cls, case: Case, inputs: Mapping[str, np.ndarray] | None = None) -> Judge:
+        """The judge of a case of `cases.py`."""
+        inputs = case.inputs() if inputs is None else inputs
+        return cls(inputs, scale=case.scale_value, dtype=case.dtype, allowed=case.allowed())
+
+    def check(self, **results: np.ndarray | None) -> None:
+        """Fail if a result (o, lse, dq, dk, dv, by name; None is skipped) is too far off."""
+        for name, got in results.items():
+            if name not in NAMES:
+                raise TypeError(f"{name} is none of {', '.join(NAMES)}")
+            if got is not None:
+                close(name, got, self.oracle[name], self.limit(name))
+
+    def limit(self, name: str) -> np.ndarray | float:
+        """The largest error that a result may have."""
+        want = self.oracle[name]
+        if name == "lse":
+            return LSE[self.dtype] * np.maximum(1, np.where(np.isinf(want), 0, np.abs(want)))
+        if self.dtype == "float64":
+            base = 1e-12 * float(np.max(np.abs(want), initial=0))
+        else:
+            naive = np.max(np.abs(self.naive[name] - want), initial=0)
+            base = 2 * float(naive) + FLOOR[self.dtype]
+        return base if name == "o" else base + self._again[name]
+
+    @cached_property
+    def oracle(self) -> dict[str, np.ndarray]:
+        """`reference.py` in float64, in longdouble for float64."""
+        options = {"scale": self.scale, "allowed": self.allowed, "dtype": self._wide}
+        o, lse = reference.forward(*(self.inputs[name] for name in "qkv"), **options)
+        if "do" not in self.inputs:
+            return {"o": o, "lse": lse}
+        arrays = (self.inputs[name] for name in ("do", "q", "k", "v"))
+        gradients = reference.backward(*arrays, **options, dlse=self.inputs.get("dlse"))
+        return dict(zip(NAMES, (o, lse, *gradients)))
+
+    @cached_property
+    def naive(self) -> dict[str, np.ndarray]:
+        """The formula in whole arrays in the dtype of the call, as float64."""
+        return self._in_whole_arrays(np.float32, self.dtype)
+
+    @cached_property
+    def _again(self) -> dict[str, float]:
+        """What the gradients owe to |lse|: 2^-24 |lse| of the sums of magnitudes."""
+        return self._in_whole_arrays(np.float64, "float64", magnitude=True)
+
+    def _in_whole_arrays(self, real: type, dtype: str, magnitude: bool = False) -> dict:
+        """The naive formula with sums in `real`, each matrix rounded once to `dtype`.
+
+        magnitude : instead, per gradient the largest sum of |lse| eps |term|
+        """
+
+        def rounded(x: np.ndarray) -> np.ndarray:
+            return x.astype(numpy_dtype(dtype)).astype(real)
+
+        q, k, v = (self.inputs[name].astype(real) for name in "qkv")
+        group = q.shape[2] // max(k.shape[2], 1)
+        with_do = "do" in self.inputs
+        shapes = {"o": (*q.shape[:3], v.shape[3]), "lse": self.allowed.shape[:3]}
+        shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape} if with_do else {}
+        result = {name: np.zeros(shape, real) for name, shape in shapes.items()}
+        eps = 2.0 ** (-53 if self.dtype == "float64" else -24)
+        for b, h in np.ndindex(*self.allowed.shape[:2]):
+            k_h, v_h, mask = k[b, :, h // group], v[b, :, h // group], self.allowed[b, h]
+            if not mask.size:
+                continue
+            seen = mask.any(axis=1, keepdims=True)
+            s = np.where(mask, rounded(real(self.scale) * (q[b, :, h] @ k_h.T)), -np.inf)
+            top = np.where(seen, s.max(axis=1, keepdims=True), 0)
+            e = np.exp(s - top)
+            total = np.where(seen, e.sum(axis=1, keepdims=True), 1)
+            p, lse = rounded(e / total), np.where(seen, top + np.log(total), -np.inf)
+            o = rounded(p @ v_h)
+            result["o"][b, :, h], result["lse"][b, h] = o, lse[:, 0]
+            if not with_do:
+                continue
+            do = self.inputs["do"][b, :, h].astype(real)
+            delta = (do * o).sum(axis=1, keepdims=True)
+            if self.inputs.get("dlse") is not None:
+                delta = delta - self.inputs["dlse"][b, h, :, None].astype(real)
+            ds = np.where(mask, rounded(p * (rounded(do @ v_h.T) - delta)), 0)
+            scale, q_h = real(self.scale), q[b, :, h]
+            if magnitude:
+                share = np.where(seen, np.abs(lse), 0) * eps
+                ds, p = np.abs(ds) * share, p * share
+                do, q_h, k_h, scale = np.abs(do), np.abs(q_h), np.abs(k_h), abs(scale)
+            result["dv"][b, :, h // group] += p.T @ do
+            result["dq"][b, :, h] = scale * (ds @ k_h)
+            result["dk"][b, :, h // group] += scale * (ds.T @ q_h)
+        if magnitude:
+            return {n: float(np.max(result.get(n, 0), initial=0)) for n in ("dq", "dk", "dv")}
+        stored = {name: x if name == "lse" else rounded(x) for name, x in result.items()}
+        return {name: x.astype(np.float64) for name, x in stored.items()}
