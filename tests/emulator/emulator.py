@@ -21,7 +21,7 @@ from cuflash.gpu import launch, source
 from cuflash.problem import Problem
 
 HEADER = Path(__file__).with_name("cuda.hpp")
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 SHARED_BYTES = 1 << 18
 _KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(')
 
@@ -131,17 +131,17 @@ def _run(
     config = plan.simt_config(
         name, problem.dtype, problem.head_dim, problem.head_dim_v, plan.shared_limit_of(arch)
     )
-    mask = launch.mask_text(problem)
-    kernels = build(edit(source.text(config, mask)))
+    text = launch.call_text(problem)
+    kernels = build(edit(source.text(config, text)))
     for workspace, shape, dtype in launch.workspaces(problem, name == "backward"):
         arrays[workspace] = np.full(shape, -1 if dtype == "int64" else np.nan, dtype)
     views = {each: _view(array) for each, array in arrays.items()}
     words: list[int] = []
-    if mask is not None and problem.mask is not None:
+    if text is not None:
         tables = arrays.get("tables")
         pointer = 0 if tables is None else tables.ctypes.data
-        words = mask.pack(problem.mask, [_view(array) for array in captures], problem, pointer)
-        if mask.tables:
+        words = text.pack(problem, [_view(array) for array in captures], pointer)
+        if text.tables:
             kernels.launch("tabulate", launch.pack(problem, views, words), 2, 128, reverse)
     params = launch.pack(problem, views, words)
     for kernel, grid in launch.grids(config, problem).items():
