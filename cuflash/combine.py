@@ -1,4 +1,8 @@
-"""The one mask of a call, as an expression: causal, window, mask and positions together."""
+"""The one mask and the one score of a call, as expressions, from its options.
+
+The mask is the AND of causal, window and mask; the score a chain of softcap, bias and score, in
+this order. Both see logical indices, which `positions` may read from arrays.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from cuflash.expr.expression import Expression, ordered, substitute
 from cuflash.expr.functions import maximum, minimum
 from cuflash.expr.nodes import Captured, Node, as_node, is_array, variable
 from cuflash.masks import Causal, Mask, SlidingWindow
+from cuflash.scores import Bias, Score, Softcap
 
 Window = tuple[int | None, int | None] | None
 Positions = dict[str, Node]
@@ -84,6 +89,60 @@ def mask_of(
     return Expression(place(whole, positions) if positions else whole)
 
 
+def score_of(
+    softcap: Any, bias: Any, score: Any, positions: Positions, shape: tuple[int, ...]
+) -> Expression | None:
+    """softcap, then bias, then score, as one expression of x; None where there is none of them."""
+    parts: list[Score] = []
+    if softcap is not None:
+        parts.append(Softcap(softcap))
+    if bias is not None:
+        added = Bias(bias)
+        check_broadcast("bias", added.array.shape, shape)
+        parts.append(added)
+    if score is not None:
+        if not isinstance(score, Score):
+            hint = ": wrap the function, cuflash.Score(function)" if callable(score) else ""
+            raise TypeError(f"score must be a cuflash score, got {type(score).__name__}{hint}")
+        parts.append(score)
+    if not parts:
+        return None
+    chain = parts[0]
+    for part in parts[1:]:
+        chain = chain >> part
+    if positions:
+        return Expression(place(chain.node, positions))
+    if len(parts) == 1 and parts[0] is score:
+        if score.combined is None:
+            score.combined = Expression(score.node)
+        return score.combined
+    return Expression(chain.node)
+
+
+def sink_of(sink: Any, heads_q: int) -> Expression | None:
+    """The sink's logit of head h as an expression."""
+    if sink is None:
+        return None
+    if not isinstance(sink, Captured) and not is_array(sink):
+        raise TypeError(f"sink must be a float array or a cuflash.Param, got {sink!r}")
+    captured = sink if isinstance(sink, Captured) else Captured(sink)
+    if captured.kind != "real":
+        raise TypeError(f"sink must be a float array, got {captured.dtype}")
+    if captured.shape != (heads_q,):
+        raise ValueError(f"sink.shape must be (heads_q,) = ({heads_q},), got {captured.shape}")
+    return Expression(captured[variable("h")])
+
+
+def check_broadcast(name: str, got: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """Whether an array broadcasts to all pairs; a ValueError that says what it must be."""
+    sizes = shape[4 - len(got) :] if len(got) <= 4 else ()
+    if len(got) > 4 or any(n not in (1, size) for n, size in zip(got, sizes, strict=True)):
+        raise ValueError(
+            f"{name}.shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {shape}, "
+            f"got {got}"
+        )
+
+
 def place(root: Node, positions: Positions) -> Node:
     """The expression with logical indices read from arrays.
 
@@ -136,15 +195,8 @@ def _array_node(mask: Any, shape: tuple[int, ...]) -> Node:
             f"mask.dtype must be bool (True = attend), got {captured.dtype}: an additive array of "
             "scores is a bias; from 0 / 1 values make a mask by mask != 0"
         )
+    check_broadcast("mask", captured.shape, shape)
     names = ("b", "h", "row", "column")[4 - len(captured.shape) :]
-    sizes = shape[4 - len(captured.shape) :]
-    if len(captured.shape) > 4 or any(
-        n not in (1, size) for n, size in zip(captured.shape, sizes, strict=True)
-    ):
-        raise ValueError(
-            f"mask.shape must broadcast to (batch, heads_q, seqlen_q, seqlen_k) = {shape}, "
-            f"got {captured.shape}"
-        )
     index = tuple(
         as_node(0) if n == 1 else variable(name)
         for n, name in zip(captured.shape, names, strict=True)

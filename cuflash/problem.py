@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from cuflash import combine
 from cuflash.expr.expression import Expression
+from cuflash.expr.nodes import Captured
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("bshd", "bhsd", "sbhd")
@@ -67,6 +68,8 @@ class Problem:
     """What chooses and shapes a kernel. `key` compares problems and holds no operand of the mask.
 
     mask : one boolean expression of everything that masks (causal, window, mask), or None
+    score : one real expression of x of everything between product and softmax, or None
+    sink : one real expression of h, each head's logit without a value, or None
     q_offset : the logical index of query row r is r + q_offset; that of key column c is c
     index_bits : 32 or 64, what integers in the mask need
     """
@@ -81,18 +84,35 @@ class Problem:
     dtype: str
     scale: float
     mask: Expression | None = None
+    score: Expression | None = None
+    sink: Expression | None = None
     q_offset: int = 0
     index_bits: int = 32
     deterministic: bool = False
 
     @cached_property
+    def expression_key(self) -> tuple[Any, ...] | None:
+        """What the CUDA text of the expressions depends on; None without any."""
+        keys = tuple(None if e is None else e.key for e in self.expressions)
+        return None if keys == (None, None, None) else (*keys, self.index_bits)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
-        mask = None if self.mask is None else self.mask.key
         return (
             self.batch, self.heads_q, self.heads_k, self.seqlen_q, self.seqlen_k, self.head_dim,
-            self.head_dim_v, self.dtype, self.scale, mask, self.q_offset, self.index_bits,
+            self.head_dim_v, self.dtype, self.scale, self.expression_key, self.q_offset,
             self.deterministic,
         )  # fmt: skip
+
+    @property
+    def expressions(self) -> tuple[Expression | None, ...]:
+        """mask, score and sink; the arrays that they capture are operands in this order."""
+        return self.mask, self.score, self.sink
+
+    @property
+    def captured(self) -> list[Captured]:
+        """The arrays that the expressions capture, as the back ends take them."""
+        return [array for e in self.expressions if e is not None for array in e.arrays]
 
     @property
     def accumulation(self) -> str:
@@ -113,6 +133,10 @@ def make(
     causal: bool | str = False,
     window: Any = None,
     mask: Any = None,
+    bias: Any = None,
+    score: Any = None,
+    softcap: Any = None,
+    sink: Any = None,
     scale: Any = None,
     layout: str = "bshd",
     positions: Any = None,
@@ -133,21 +157,23 @@ def make(
     top_left = _check_causal(causal) == "top-left"
     shape = (batch, heads_q, seqlen_q, seqlen_k)
     logical = combine.read_positions(positions, shape, top_left)
-    expression = combine.mask_of(bool(causal), _check_window(window), mask, logical, shape)
+    masked = combine.mask_of(bool(causal), _check_window(window), mask, logical, shape)
+    scored = combine.score_of(softcap, bias, score, logical, shape)
     q_offset = 0 if top_left else seqlen_k - seqlen_q
     bits = 32
-    if expression is not None and min(batch, heads_q, seqlen_q, seqlen_k) > 0:
-        bits = expression.survey(
-            (
-                ("b", 0, batch - 1), ("h", 0, heads_q - 1),
-                ("row", 0, seqlen_q - 1), ("q", q_offset, q_offset + seqlen_q - 1),
-                ("column", 0, seqlen_k - 1), ("k", 0, seqlen_k - 1),
-            )
+    if min(batch, heads_q, seqlen_q, seqlen_k) > 0:
+        ranges = (
+            ("b", 0, batch - 1), ("h", 0, heads_q - 1),
+            ("row", 0, seqlen_q - 1), ("q", q_offset, q_offset + seqlen_q - 1),
+            ("column", 0, seqlen_k - 1), ("k", 0, seqlen_k - 1),
         )  # fmt: skip
+        expressions = [e for e in (masked, scored) if e is not None]
+        bits = max([32, *(expression.survey(ranges) for expression in expressions)])
     problem = Problem(
         batch=batch, heads_q=heads_q, heads_k=heads_k, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
         head_dim=head_dim, head_dim_v=head_dim_v, dtype=q.dtype,
-        scale=_check_scale(scale, head_dim), mask=expression, q_offset=q_offset, index_bits=bits,
+        scale=_check_scale(scale, head_dim), mask=masked, score=scored,
+        sink=combine.sink_of(sink, heads_q), q_offset=q_offset, index_bits=bits,
         deterministic=_check_flag("deterministic", deterministic),
     )  # fmt: skip
     return problem, axes

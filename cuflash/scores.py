@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from cuflash.expr.expression import substitute
+from cuflash.expr.expression import Expression, substitute
 from cuflash.expr.functions import maximum, minimum, tanh
 from cuflash.expr.nodes import Captured, Node, Param, captured, cast, is_array, trace, variable
 
@@ -40,6 +40,7 @@ class Score:
         if not callable(function):
             raise TypeError(f"Score takes a function of (x, b, h, q, k), got {function!r}")
         self._function = function
+        self.combined: Expression | None = None  # as the whole score of a call, kept by combine.py
 
     @cached_property
     def node(self) -> Node:

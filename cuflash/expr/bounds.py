@@ -96,6 +96,8 @@ class Bounds:
 
     def _make(self, node: Node, tables: bool) -> Interval:
         sides = self._sides[id(node)] & {"q", "k"}
+        if node.op == "variable" and node.value == "x":
+            return None, None
         if node.op == "variable" and (sides or not self._points):
             ends = (Node("variable", (), "int", f"{node.value}_{end}") for end in ("low", "high"))
             return next(ends), next(ends)

@@ -7,14 +7,13 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from cuflash import family
-from cuflash.arrays import View
+from cuflash.arrays import Device, View
 from cuflash.errors import Unsupported
-from cuflash.expr.cuda import MaskText, emit_mask
-from cuflash.expr.expression import Expression
+from cuflash.expr.text import CallText, emit
 from cuflash.gpu import module, source
 from cuflash.plan import Config, choose
 from cuflash.problem import Problem
@@ -61,7 +60,7 @@ def workspaces(problem: Problem, backward: bool) -> list[tuple[str, tuple[int, .
     if backward:
         rows = problem.batch, problem.heads_q, problem.seqlen_q
         specs.append(("delta", rows, problem.accumulation))
-    text = mask_text(problem)
+    text = call_text(problem)
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs
@@ -77,6 +76,17 @@ def config_for(problem: Problem, device: int, backward: bool) -> Config:
     arch, shared_limit = module.device_limits(device)
     plan = choose(problem, arch, shared_limit, family.forced())
     return plan.backward if backward else plan.forward
+
+
+def describe(
+    problem: Problem, device: Device, backward: bool
+) -> tuple[str, tuple[int, int], tuple[str, ...]]:
+    """For `explain`: the kernel's name, its tile as (block_q, block_k), why no faster family."""
+    arch, shared_limit = module.device_limits(device.index)
+    plan = choose(problem, arch, shared_limit, family.forced())
+    config = config_for(problem, device.index, backward)
+    name = f"{config.family} on {device}, compute capability {arch / 10}"
+    return name, (config.block_q, config.block_k), plan.reasons
 
 
 def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ()) -> bytes:
@@ -108,7 +118,7 @@ def grids(config: Config, problem: Problem) -> dict[str, int]:
 @dataclass(frozen=True)
 class _Kernels:
     config: Config
-    mask: MaskText | None
+    text: CallText | None
     functions: dict[str, Any]  # CuPy functions by name
 
 
@@ -133,6 +143,7 @@ class _Block(threading.local):
 
 
 _cache: dict[tuple[Any, ...], _Kernels] = {}
+_texts: dict[tuple[Any, ...], CallText] = {}
 
 
 def _run(
@@ -145,9 +156,9 @@ def _run(
         kernels = _kernels(name, problem, device, stream)
         words: Sequence[int] = ()
         tables = views.get("tables")
-        if kernels.mask is not None and problem.mask is not None:
+        if kernels.text is not None:
             pointer = 0 if tables is None else tables.pointer
-            words = kernels.mask.pack(problem.mask, captures, problem, pointer)
+            words = kernels.text.pack(problem, captures, pointer)
         params = pack(problem, views, words)
         block = _block()
         block.bytes[: len(params)] = params
@@ -166,8 +177,8 @@ def _run(
 def _kernels(name: str, problem: Problem, device: int, stream: int | None = None) -> _Kernels:
     """Loaded kernels of a pass, kept by what they depend on."""
     key = (
-        name, device, problem.dtype, problem.head_dim, problem.head_dim_v, problem.mask,
-        problem.index_bits, family.forced(),
+        name, device, problem.dtype, problem.head_dim, problem.head_dim_v,
+        problem.expression_key, family.forced(),
     )  # fmt: skip
     kernels = _cache.get(key)
     if kernels is None:
@@ -180,18 +191,19 @@ def _load(name: str, problem: Problem, device: int) -> _Kernels:
     from cuflash.arrays.cupy import on_device
 
     config = config_for(problem, device, name == "backward")
-    mask = mask_text(problem)
+    text = call_text(problem)
     names = list(KERNELS[name])
-    if mask is not None and mask.tables:
+    if text is not None and text.tables:
         names.append("tabulate")
-    if mask is not None and len(pack(problem, {}, (0,) * len(mask.words))) > _MAX_PARAMS:
+    if text is not None and len(pack(problem, {}, (0,) * len(text.words))) > _MAX_PARAMS:
         raise Unsupported(
-            f"the mask has {len(mask.words)} operands (arrays, strides, numbers); the parameters "
-            f"of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one captured array"
+            f"mask and score have {len(text.words)} operands (arrays, strides, numbers); the "
+            f"parameters of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one "
+            "captured array"
         )
     with on_device(device):
-        functions = module.load(source.text(config, mask), names, config.shared_bytes, device)
-    return _Kernels(config, mask, functions)
+        functions = module.load(source.text(config, text), names, config.shared_bytes, device)
+    return _Kernels(config, text, functions)
 
 
 def _refuse_capture(stream: int | None) -> None:
@@ -204,14 +216,16 @@ def _refuse_capture(stream: int | None) -> None:
         )
 
 
-def mask_text(problem: Problem) -> MaskText | None:
-    """The CUDA text of the problem's mask, or None without one."""
-    return None if problem.mask is None else _emit(problem.mask, problem.index_bits)
-
-
-@lru_cache(maxsize=256)
-def _emit(expression: Expression, bits: int) -> MaskText:
-    return emit_mask(expression, bits)
+def call_text(problem: Problem) -> CallText | None:
+    """The CUDA text of the problem's expressions, None without any; kept by structure."""
+    key = problem.expression_key
+    if key is None:
+        return None
+    if key not in _texts:
+        if len(_texts) >= 256:
+            _texts.clear()
+        _texts[key] = emit(*problem.expressions, problem.index_bits)
+    return _texts[key]
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One CUDA text from a Config and a mask: prelude plus flattened `kernels_cu`. Needs no GPU.
+"""One CUDA text from a Config and expressions: prelude plus flattened `kernels_cu`. Needs no GPU.
 
 The text includes nothing, so CuPy's disk cache, which hashes the text, is sound when a header
 changes. `#line` marks keep compiler messages pointing at the true file and line.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cuflash.expr.cuda import MaskText
+    from cuflash.expr.text import CallText
     from cuflash.plan import Config
 
 _INCLUDE = re.compile(r'#include "(.+)"')
@@ -46,17 +46,19 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-def text(config: Config, mask: MaskText | None = None) -> str:
-    """The whole translation unit of one kernel file, specialised for a Config and a mask."""
+def text(config: Config, call: CallText | None = None) -> str:
+    """The whole translation unit of one kernel file, specialised for a Config and expressions."""
     seen: set[str] = set()
     parts = [
-        f"#define HAS_MASK {int(mask is not None)}\n",
+        f"#define HAS_MASK {int(call is not None and call.has_mask)}\n",
+        f"#define HAS_SCORE {int(call is not None and call.has_score)}\n",
+        f"#define HAS_SINK {int(call is not None and call.has_sink)}\n",
         flatten("types.cuh", seen),
-        _config(config, 0 if mask is None else len(mask.words)),
+        _config(config, 0 if call is None else len(call.words)),
         flatten("params.cuh", seen),
     ]
-    if mask is not None:
-        parts += [flatten("expression.cuh", seen), '#line 1 "mask"\n', mask.code]
+    if call is not None:
+        parts += [flatten("expression.cuh", seen), '#line 1 "expressions"\n', call.code]
     parts.append(flatten(f"{config.family}/{config.kernel}.cu", seen))
     return "".join(parts)
 
