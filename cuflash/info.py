@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -38,11 +37,13 @@ def info() -> Info:
     -------
     Info : fields python, packages, gpus, cuda, cache; str() is the report
     """
+    from importlib import metadata  # slow to import: it brings email and socket
+
     packages = {}
     for name in _PACKAGES:
         try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
     gpus, cuda = _cuda()
     cache = os.environ.get("CUPY_CACHE_DIR", os.path.join("~", ".cupy", "kernel_cache"))

@@ -46,14 +46,21 @@ def test_import_without_cupy_installed():
 
 
 def test_import_adds_little_to_numpy():
-    """At most 50 ms over ``import numpy``: the best of five, in processor time."""
+    """At most 50 ms over ``import numpy``, in processor time.
+
+    On a busy or slow machine everything takes longer, numpy too: there half of numpy's own time
+    (which is about 100 ms) is the measure.
+    """
     code = (
-        "import time, numpy\n"
+        "import time\n"
         "start = time.process_time()\n"
+        "import numpy\n"
+        "middle = time.process_time()\n"
         "import cuflash\n"
-        "print(time.process_time() - start)"
+        "print(middle - start, time.process_time() - middle)"
     )
-    assert min(float(run_python(code)) for _ in range(5)) <= 0.050
+    runs = [[float(word) for word in run_python(code).split()] for _ in range(5)]
+    assert min(own for _, own in runs) <= max(0.050, 0.5 * min(numpy for numpy, _ in runs))
 
 
 def test_import_opens_no_cuda_driver():
