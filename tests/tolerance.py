@@ -7,6 +7,8 @@
     lse      1e-5 * max(1, |lse|); float64 1e-12 of that
     gradients add |lse| * 2^-24 (2^-53) of what they sum, for backward computes s again
 
+A float32 sum of the naive formula is taken in the order of its terms, so that its error does not
+depend on which kernel a BLAS chooses for a shape (they differ by a factor of 5 at head_dim 256).
 NaN never passes, on either side; infinities have to be equal. Arrays are NumPy copies in the order
 (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen_q), whatever made them.
 """
@@ -44,6 +46,16 @@ def close(name: str, got: np.ndarray, want: np.ndarray, limit: np.ndarray | floa
             f"error {float(error[at]):.3g} over the limit {limit_at:.3g}; "
             f"largest error {float(np.max(error)):.3g}"
         )
+
+
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The matrix product in the type of a, summed in order; float64 by BLAS."""
+    if a.dtype != np.float32:
+        return a @ b
+    total = np.zeros((a.shape[0], b.shape[1]), a.dtype)
+    for index in range(a.shape[1]):
+        total += a[:, index, None] * b[index]
+    return total
 
 
 class Judge:
@@ -134,12 +146,12 @@ class Judge:
             if not mask.size:
                 continue
             seen = mask.any(axis=1, keepdims=True)
-            s = np.where(mask, rounded(real(self.scale) * (q[b, :, h] @ k_h.T)), -np.inf)
+            s = np.where(mask, rounded(real(self.scale) * product(q[b, :, h], k_h.T)), -np.inf)
             top = np.where(seen, s.max(axis=1, keepdims=True), 0)
             e = np.exp(s - top)
             total = np.where(seen, e.sum(axis=1, keepdims=True), 1)
             p, lse = rounded(e / total), np.where(seen, top + np.log(total), -np.inf)
-            o = rounded(p @ v_h)
+            o = rounded(product(p, v_h))
             result["o"][b, :, h], result["lse"][b, h] = o, lse[:, 0]
             if not with_do:
                 continue
@@ -147,15 +159,15 @@ class Judge:
             delta = (do * o).sum(axis=1, keepdims=True)
             if self.inputs.get("dlse") is not None:
                 delta = delta - self.inputs["dlse"][b, h, :, None].astype(real)
-            ds = np.where(mask, rounded(p * (rounded(do @ v_h.T) - delta)), 0)
+            ds = np.where(mask, rounded(p * (rounded(product(do, v_h.T)) - delta)), 0)
             scale, q_h = real(self.scale), q[b, :, h]
             if magnitude:
                 share = np.where(seen, np.abs(lse), 0) * eps
                 ds, p = np.abs(ds) * share, p * share
                 do, q_h, k_h, scale = np.abs(do), np.abs(q_h), np.abs(k_h), abs(scale)
-            result["dv"][b, :, h // group] += p.T @ do
-            result["dq"][b, :, h] = scale * (ds @ k_h)
-            result["dk"][b, :, h // group] += scale * (ds.T @ q_h)
+            result["dv"][b, :, h // group] += product(p.T, do)
+            result["dq"][b, :, h] = scale * product(ds, k_h)
+            result["dk"][b, :, h // group] += scale * product(ds.T, q_h)
         if magnitude:
             return {n: float(np.max(result.get(n, 0), initial=0)) for n in ("dq", "dk", "dv")}
         stored = {name: x if name == "lse" else rounded(x) for name, x in result.items()}
