@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,9 +213,7 @@ def _torch_contender(
 
     for tensor in inputs:
         tensor.requires_grad_(True)
-    device = torch.cuda.device(0) if machine.kind == "cuda" else nullcontext()
-    with device:
-        kept = attend()
+    kept = attend()
 
     def forward() -> Any:
         with torch.no_grad():

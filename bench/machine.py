@@ -142,9 +142,8 @@ class Gpu(Machine):
     def poison(self, sizes: list[int]) -> None:
         for size in sizes:
             self.xp.full(size, 255, np.uint8)
-        if "torch" in sys.modules:
-            import torch
-
+        torch = self._torch()
+        if torch is not None:
             for size in sizes:
                 torch.full((size,), 255, dtype=torch.uint8, device="cuda")
 
@@ -154,8 +153,14 @@ class Gpu(Machine):
     def release(self) -> None:
         super().release()
         self.xp.get_default_memory_pool().free_all_blocks()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
+        torch = self._torch()
+        if torch is not None:
+            torch.cuda.empty_cache()
+
+    def _torch(self) -> Any:
+        """PyTorch, if a contender has imported it and it was built for this GPU."""
+        torch = sys.modules.get("torch")
+        return torch if torch is not None and torch.cuda.is_available() else None
 
     def synchronize(self) -> None:
         self.xp.cuda.runtime.deviceSynchronize()

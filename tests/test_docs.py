@@ -115,8 +115,17 @@ def count_lines(path: Path) -> int:
 def test_file_sizes():
     limits = [(p, PYTHON_LINES) for p in files((".py",), "cuflash", "tests", "bench", "examples")]
     limits += [(p, CUDA_LINES) for p in files((".cu", ".cuh"), "kernels_cu")]
-    over = {str(p.relative_to(REPOSITORY)): count_lines(p) for p, n in limits if count_lines(p) > n}
+    over = {
+        str(path.relative_to(REPOSITORY)): count_lines(path)
+        for path, limit in limits
+        if count_lines(path) > limit and not argued(path)
+    }
     assert not over
+
+
+def argued(path: Path) -> bool:
+    """Whether a file over its limit says why at its head, in a sentence with "Longer than"."""
+    return "Longer than" in path.read_text(encoding="utf-8")[:1500]
 
 
 @pytest.mark.parametrize("folder", CORE_LINES)
