@@ -74,3 +74,19 @@ def test_import_opens_no_cuda_driver():
 def test_public_names_exist():
     code = "import cuflash; print([n for n in cuflash.__all__ if not hasattr(cuflash, n)])"
     assert run_python(code).strip() == "[]"
+
+
+@pytest.mark.gpu
+def test_gpu_works_in_a_child_forked_after_import():
+    """A CUDA context made at import would not survive the fork."""
+    code = (
+        "import os, cuflash\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    import cupy\n"
+        "    x = cupy.ones((1, 4, 1, 8), cupy.float32)\n"
+        "    right = bool((cuflash.attention(x, x, x) == x).all())\n"
+        "    os._exit(0 if right else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    assert run_python(code).strip() == "0"
