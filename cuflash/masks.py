@@ -42,7 +42,8 @@ class Mask:
         if not callable(function):
             raise TypeError(f"Mask takes a function of (b, h, q, k), got {function!r}")
         self._function = function
-        self.combined: dict[Any, Expression] = {}  # with causal and window, kept by problem.py
+        self.combined: dict[Any, Expression] = {}  # with causal and window, kept by combine.py
+        self.prepared: dict[Any, Any] = {}  # calls that use it, kept by call.py
 
     @cached_property
     def node(self) -> Node:

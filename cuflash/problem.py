@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -46,6 +46,11 @@ class Axes:
         """The axes that are there, in the caller's order, of "b", "s", "h", "d"."""
         missing = {4: "", 3: "b", 2: "bh"}[self.ndim]
         return "".join(axis for axis in self.layout if axis not in missing)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the caller's axes are (batch, seqlen, heads, dim) as they are."""
+        return self.layout == "bshd" and self.ndim == 4
 
     @property
     def order(self) -> tuple[int | None, ...]:
@@ -113,6 +118,12 @@ class Problem:
     def captured(self) -> list[Captured]:
         """The arrays that the expressions capture, as the back ends take them."""
         return [array for e in self.expressions if e is not None for array in e.arrays]
+
+    def detached(self) -> Problem:
+        """The same problem, holding none of the arrays that its expressions captured."""
+        names = ("mask", "score", "sink")
+        pairs = zip(names, self.expressions, strict=True)
+        return replace(self, **{name: e.detached() for name, e in pairs if e is not None})
 
     @property
     def accumulation(self) -> str:

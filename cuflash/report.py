@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
 from cuflash import cost, cpu
-from cuflash.arrays import View
+from cuflash.arrays import Device, View
+from cuflash.call import Pass
 from cuflash.expr.bounds import TileMask
 from cuflash.problem import Problem
-
-Spec = tuple[str, tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
@@ -62,32 +60,26 @@ class Explanation:
         return "\n".join([self.title, *(f"  {name:<10} {text}" for name, text in rows)])
 
 
-def report(
-    problem: Problem,
-    views: Mapping[str, View],
-    captures: Sequence[Any],
-    outputs: Sequence[Spec],
-    workspaces: Sequence[tuple[tuple[int, ...], str]],
-    backward: bool,
-) -> Explanation:
-    """The explanation of one call; `captures` are the arrays that its mask reads."""
-    kernel, tile, reasons = _kernel(problem, views["q"], backward)
-    tiles = _count_tiles(problem, captures, tile)
+def report(step: Pass, views: Mapping[str, View]) -> Explanation:
+    """The explanation of one pass on the caller's arrays."""
+    problem, device, backward = step.problem, views["q"].device, step.is_backward
+    kernel, tile, reasons = _kernel(step, device)
+    tiles = _count_tiles(problem, tile)
     share = 1.0 if tiles is None else tiles[0] / max(tiles[2], 1)
     pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k * share
     dims = problem.head_dim, problem.head_dim_v
-    way = "fused" if views["q"].device.kind == "cpu" else "split"
+    way = "fused" if device.kind == "cpu" else "split"
     flops = cost.backward_flops(pairs, *dims, way) if backward else cost.forward_flops(pairs, *dims)
-    output_bytes = sum(_bytes(shape, dtype) for _, shape, dtype in outputs)
+    output_bytes = sum(_bytes(shape, dtype) for _, shape, dtype in step.outputs)
     inputs = sum(_bytes(view.shape, view.dtype) for view in views.values())
     name = "attention_backward" if backward else "attention"
     return Explanation(
-        title=f"cuflash.{name} on {views['q'].device}: {_title(problem)}",
+        title=f"cuflash.{name} on {device}: {_title(problem)}",
         kernel=kernel,
         tile=tile,
         tiles=tiles,
         output_bytes=output_bytes,
-        workspace_bytes=sum(_bytes(shape, dtype) for shape, dtype in workspaces),
+        workspace_bytes=sum(_bytes(shape, dtype) for shape, dtype in step.workspaces(device)),
         flops=flops,
         moved_bytes=inputs + output_bytes,
         copies=(),
@@ -101,29 +93,25 @@ def _title(problem: Problem) -> str:
         f"{problem.seqlen_q} x {problem.seqlen_k}, head_dim {problem.head_dim}:"
         f"{problem.head_dim_v}, {problem.dtype}"
     )
-    return text if problem.mask is None else f"{text}, masked"
+    named = zip(("mask", "score", "sink"), problem.expressions, strict=True)
+    return ", ".join([text, *(name for name, expression in named if expression is not None)])
 
 
-def _kernel(
-    problem: Problem, q: View, backward: bool
-) -> tuple[str, tuple[int, int], tuple[str, ...]]:
-    if q.device.kind == "cpu":
+def _kernel(step: Pass, device: Device) -> tuple[str, tuple[int, int], tuple[str, ...]]:
+    if device.kind != "cuda":
         reason = "the arrays are in host memory: a GPU runs arrays that are on it"
-        return "cpu (tiled NumPy, BLAS products)", cpu.blocks(problem), (reason,)
-    from cuflash.gpu import launch
-
-    return launch.describe(problem, q.device, backward)
+        return "cpu (tiled NumPy, BLAS products)", cpu.blocks(step.problem), (reason,)
+    return step.describe(device)
 
 
-def _count_tiles(
-    problem: Problem, captures: Sequence[Any], tile: tuple[int, int]
-) -> tuple[int, int, int] | None:
+def _count_tiles(problem: Problem, tile: tuple[int, int]) -> tuple[int, int, int] | None:
     """Tiles computed, of these unmasked, and all, over batch and heads."""
     tiles_q, tiles_k = -(-problem.seqlen_q // tile[0]), -(-problem.seqlen_k // tile[1])
     heads = problem.batch * problem.heads_q
     total = heads * tiles_q * tiles_k
     if problem.mask is None or not total:
         return total, total, total
+    captures = [captured.array for captured in problem.mask.arrays]
     if not all(isinstance(array, np.ndarray) for array in captures):
         return None
     mask = TileMask(problem.mask, captures, problem, *tile)

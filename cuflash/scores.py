@@ -41,6 +41,7 @@ class Score:
             raise TypeError(f"Score takes a function of (x, b, h, q, k), got {function!r}")
         self._function = function
         self.combined: Expression | None = None  # as the whole score of a call, kept by combine.py
+        self.prepared: dict[Any, Any] = {}  # calls that use it, kept by call.py
 
     @cached_property
     def node(self) -> Node:

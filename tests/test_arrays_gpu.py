@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import api, arrays
+from cuflash import arrays, call
 
 pytestmark = pytest.mark.gpu
 
@@ -85,13 +85,13 @@ def pointer(array):
 def spy(monkeypatch):
     """What reaches the kernels: (inputs, outputs, stream) of each pass."""
     seen = []
-    run = api._Pass.__call__
+    run = call.Pass.__call__
 
     def wrapped(self, inputs, outputs, stream):
         seen.append((list(inputs), list(outputs), stream))
         return run(self, inputs, outputs, stream)
 
-    monkeypatch.setattr(api._Pass, "__call__", wrapped)
+    monkeypatch.setattr(call.Pass, "__call__", wrapped)
     return seen
 
 

@@ -170,7 +170,6 @@ def test_attention_mask_array_traced(qkv):
     np.testing.assert_allclose(np.asarray(o), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.xfail(reason="the cached computation still holds the mask with its traced arrays")
 def test_nothing_traced_is_kept(qkv):
     allowed = jnp.asarray(np.tri(9, 8, dtype=bool))
     k, v = (x[:, :8] for x in qkv[1:])

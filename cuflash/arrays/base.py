@@ -112,6 +112,10 @@ class Library:
         """What the caller gets for an array that `empty` made."""
         return array
 
+    def cast(self, array: Any, dtype: str) -> Any:
+        """A copy in another float dtype, on the current stream."""
+        return array.astype(numpy_dtype(dtype))
+
     def host(self, array: Any, argument: str) -> np.ndarray | None:
         """The array as NumPy sees it where it lies in host memory, else None."""
         return self.view(array, argument).host

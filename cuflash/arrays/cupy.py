@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +25,7 @@ from .base import (
 
 def load_cupy() -> Any:
     """The module cupy, or an ImportError that says what to install."""
+    _ensure_cache_folder()
     try:
         import cupy
     except ImportError as error:
@@ -27,6 +34,25 @@ def load_cupy() -> Any:
             f"(CUDA 12: 'cuflash[cuda12]'); importing it gave: {error}"
         ) from error
     return cupy
+
+
+def _ensure_cache_folder() -> None:
+    """Before the first import of CuPy, which fails where it cannot make its cache folder."""
+    if "cupy" in sys.modules:
+        return
+    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        private = tempfile.mkdtemp(prefix="cuflash-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        os.environ["CUPY_CACHE_DIR"] = private
+        warnings.warn(
+            f"cuflash: the kernel cache {folder} cannot be made ({error}); this process uses "
+            f"{private}, and the next one compiles again. CUPY_CACHE_DIR names another folder",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def on_device(index: int) -> Any:
@@ -67,6 +93,10 @@ class CuPy(Library):
 
     def stream(self, device: Device) -> int:
         return self._cupy.cuda.get_current_stream(device.index).ptr
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        with on_device(array.data.device_id):
+            return array.astype(numpy_dtype(dtype))
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         with on_device(device.index):

@@ -292,6 +292,13 @@ class Generic(Library):
     def empty(self, shape: tuple[int, ...], dtype: str, device: Device) -> Any:
         return _backing(device).empty(shape, dtype, device)
 
+    def cast(self, array: Any, dtype: str) -> Any:
+        host = self.host(array, "array")
+        if host is not None:
+            return host.astype(numpy_dtype(dtype))
+        backing = _backing(device("cuda"))
+        return backing.cast(sys.modules["cupy"].from_dlpack(array), dtype)
+
     def give(self, array: Any) -> Any:
         convert = getattr(sys.modules.get(self.root), "from_dlpack", None)
         if convert is None or _maker(array) is None:

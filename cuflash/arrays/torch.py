@@ -71,6 +71,9 @@ class Torch(Library):
             self._torch_devices[device] = place
         return self._torch.empty(shape, dtype=self._from_name[dtype], device=place)
 
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.detach().to(self._from_name[dtype])
+
     def check_autograd(self, named: Mapping[str, Any]) -> None:
         torch = self._torch
         if torch.is_grad_enabled():

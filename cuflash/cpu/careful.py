@@ -27,20 +27,24 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def scores(
-    load_q: Loader, load_k: Loader, allowed: np.ndarray | None, dtype: np.dtype
+    load_q: Loader,
+    load_k: Loader,
+    score: Callable[[np.ndarray], np.ndarray],
+    allowed: np.ndarray | None,
+    dtype: np.dtype,
 ) -> np.ndarray:
-    """Return scale * q k^T with -inf where not `allowed`, (heads, rows, columns) in `dtype`.
+    """Return score(scale * q k^T), -inf where not `allowed`, (heads, rows, columns) in `dtype`.
 
     load_q, load_k : return the tile in a type, (heads, rows or columns, head_dim), q times scale
     """
     for kind in (dtype, wider(dtype)):
-        s = load_q(kind) @ load_k(kind).transpose(0, 2, 1)
-        if allowed is not None:
-            s[~allowed] = -np.inf
-        attended = s if allowed is None else s[allowed]
-        if is_finite(attended):
+        x = load_q(kind) @ load_k(kind).transpose(0, 2, 1)
+        if is_finite(x if allowed is None else x[allowed]):
             break
-    return s.astype(dtype)
+    s = score(x).astype(dtype)
+    if allowed is not None:
+        s[~allowed] = -np.inf
+    return s
 
 
 def weigh(
@@ -70,31 +74,39 @@ def _weigh(weights: np.ndarray, x: np.ndarray, seen: np.ndarray | None) -> np.nd
 
 def gradients(
     loaders: tuple[Loader, Loader, Loader, Loader],
+    score: Callable[[np.ndarray], np.ndarray],
+    unscore: Callable[..., np.ndarray],
     lse: np.ndarray,
     delta: np.ndarray,
     allowed: np.ndarray | None,
     dtype: np.dtype,
+    add: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return what one tile adds to dq, dk / scale and dv; see `reference.backward`.
 
     loaders : of do, q, k and v; k comes times scale
+    score, unscore : from x to s, and from x and ds to dx; the latter `add`s to Params' gradients
     lse, delta : (heads, rows, 1); lse +inf in a row that sees no key
     """
     for kind in (dtype, wider(dtype)):
         do, q, k, v = (load(kind) for load in loaders)
-        s = q @ k.transpose(0, 2, 1)
+        x = q @ k.transpose(0, 2, 1)
+        s = score(x)
         seen = ~np.isneginf(s) & (lse != np.inf)
         if allowed is not None:
             seen &= allowed
         p = np.where(seen, np.exp(np.minimum(s - lse, 0)), 0)
         dp = do @ v.transpose(0, 2, 1)
         ds = np.where(seen, p * (dp - delta), 0)
+        dx = unscore(x, ds, add=False)
         seen_t = seen.transpose(0, 2, 1)
         result = (
-            _weigh(ds, k, seen),
-            _weigh(ds.transpose(0, 2, 1), q, seen_t),
+            _weigh(dx, k, seen),
+            _weigh(dx.transpose(0, 2, 1), q, seen_t),
             _weigh(p.transpose(0, 2, 1), do, seen_t),
         )
-        if is_finite(s[seen]) and all(is_finite(x) for x in result):
+        if is_finite(x[seen]) and all(is_finite(x) for x in result):
             break
+    if add:
+        unscore(x, ds, add=True)
     return result

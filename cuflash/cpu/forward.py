@@ -13,12 +13,16 @@ from cuflash.cpu.tiles import Call, Part, Visits
 
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
+    from cuflash.expr.scoring import TileScore
+    from cuflash.expr.scoring import TileScore
     from cuflash.problem import Problem
 
 
 def forward(
     problem: Problem,
     mask: TileMask | None,
+    score: TileScore | None,
+    sink: np.ndarray | None,
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -31,8 +35,9 @@ def forward(
     ----------
     q, k, v, o : (batch, seqlen, heads, head_dim) views of any strides
     lse : (batch, heads_q, seqlen_q) in the accumulation type, or None
+    sink : (heads_q,) in the accumulation type, or None
     """
-    call = Call(problem, mask)
+    call = Call(problem, mask, score, sink)
     with np.errstate(all="ignore"):
         for tile, rows in enumerate(call.tiles_q):
             asked, visits = None, []
@@ -44,7 +49,7 @@ def forward(
                         o_sum, row_max, row_sum = _attend(part, (q, k, v), rows, visits, total)
                         if is_finite(o_sum):
                             break
-                    row_sum[row_sum == 0] = 1  # a row that sees no key: o = 0, lse = -inf
+                    row_sum[row_sum == 0] = 1  # a row without key and sink: o = 0, lse = -inf
                     o_sum /= row_sum
                     o[item, rows, part.heads_q] = part.unstack(o_sum).transpose(1, 0, 2)
                     if lse is not None:
@@ -64,18 +69,22 @@ def _attend(
     dtype, scale = call.dtype, call.scale
     q_tile = part.queries(q, rows, dtype, scale, "q")
     stacked = q_tile.shape[:2]
-    row_max = np.full((*stacked, 1), -np.inf, dtype)
-    row_sum = np.zeros((*stacked, 1), dtype)
+    sink = part.sink(rows)
+    row_max = np.full((*stacked, 1), -np.inf, dtype) if sink is None else sink
+    row_sum = (row_max > -np.inf).astype(dtype)
     o_sum = np.zeros((*stacked, v.shape[3]), total)
     o_tile = call.buffer("o", *o_sum.shape)
     for columns, is_cut in visits:
         k_tile = part.keys(k, columns, dtype, name="k")
         v_tile = part.keys(v, columns, dtype, name="v")
-        # S = scale Q K^T
-        s = np.matmul(
-            q_tile, k_tile.transpose(0, 2, 1), out=call.buffer("s", *stacked, k_tile.shape[1])
-        )
-        sound = s.min() > -np.inf
+        # X = scale Q K^T, S = score(X)
+        shape = (*stacked, k_tile.shape[1])
+        x = np.matmul(q_tile, k_tile.transpose(0, 2, 1), out=call.buffer("s", *shape))
+        # What a score makes of an infinity may be finite; without one, the maximum shows +inf.
+        sound = x.min() > -np.inf and (call.score is None or x.max() < np.inf)
+        s = x
+        if call.score is not None:
+            s[...] = part.score(rows, columns, x)
         allowed = part.allowed(rows, columns) if is_cut else None
         if allowed is not None:
             # Selection: a minimum with +inf or -inf. A masked copy takes up to 14 times as long
@@ -88,6 +97,7 @@ def _attend(
             s[...] = careful.scores(
                 partial(part.queries, q, rows, scale=scale),
                 partial(part.keys, k, columns),
+                partial(part.score, rows, columns),
                 part.restack(allowed, s),
                 dtype,
             )

@@ -12,6 +12,7 @@ from cuflash.cpu.careful import wider
 
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
+    from cuflash.expr.scoring import TileScore
     from cuflash.problem import Problem
 
 Place = tuple[int, int]  # (b, h) at which to ask the mask
@@ -40,12 +41,19 @@ def blocks(problem: Problem) -> tuple[int, int]:
 
 
 class Call:
-    """What all tiles of one call share: sizes, the mask, and buffers that are used again."""
+    """What all tiles of one call share: sizes, mask, score, sink, and buffers used again."""
 
-    def __init__(self, problem: Problem, mask: TileMask | None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        mask: TileMask | None,
+        score: TileScore | None,
+        sink: np.ndarray | None,
+    ) -> None:
         block_q, block_k = blocks(problem)
         self.problem = problem
         self.mask: Any = mask
+        self.score, self.sink = score, sink
         self.group = problem.group
         self.dtype = np.dtype(problem.accumulation)
         self.scale = problem.scale
@@ -157,6 +165,30 @@ class Part:
     def unstack(self, x: np.ndarray) -> np.ndarray:
         """Return (key heads, stack * rows, n) as (query heads, rows, n)."""
         return x.reshape(x.shape[0] * self.stack, x.shape[1] // self.stack, x.shape[2])
+
+    def sink(self, rows: slice) -> np.ndarray | None:
+        """Return each row's sink, (key heads, stack * rows, 1), or None."""
+        if self.call.sink is None:
+            return None
+        of_rows = np.repeat(self.call.sink[self.heads_q], rows.stop - rows.start)
+        return of_rows.reshape(self.heads_k.stop - self.heads_k.start, -1, 1)
+
+    def score(self, rows: slice, columns: slice, x: np.ndarray) -> np.ndarray:
+        """Return s of the tile x, which is x itself without a score."""
+        score = self.call.score
+        if score is None:
+            return x
+        return score.apply(self.item, self.heads_q, rows, columns, self.unstack(x)).reshape(x.shape)
+
+    def unscore(
+        self, rows: slice, columns: slice, x: np.ndarray, ds: np.ndarray, add: bool
+    ) -> np.ndarray:
+        """Return dx of the tile x from its ds; `add`: what the score's Params get is summed too."""
+        score = self.call.score
+        if score is None:
+            return ds
+        tile = self.item, self.heads_q, rows, columns
+        return score.backward(*tile, self.unstack(x), self.unstack(ds), add=add).reshape(x.shape)
 
     def allowed(self, rows: slice, columns: slice) -> np.ndarray:
         """Return the mask of one tile, (rows, columns), True = attend."""

@@ -65,6 +65,16 @@ class Expression:
         """The captured arrays that get a gradient, in the order of `arrays`."""
         return tuple(array for array in self.arrays if isinstance(array, Param))
 
+    def detached(self) -> Expression:
+        """An equal expression that knows shapes and dtypes of its arrays but holds none."""
+        by_slot = [array.detached() for array in self.arrays]
+        done: dict[int, Node] = {}
+        for node in self.nodes:
+            value = by_slot[self.slot(node.value)] if node.op == "load" else node.value
+            args = tuple(done[id(arg)] for arg in node.args)
+            done[id(node)] = Node(node.op, args, node.kind, value)
+        return Expression(done[id(self.root)])
+
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names of the variables that the expression reads."""

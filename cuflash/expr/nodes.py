@@ -8,6 +8,7 @@ say what to write instead.
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -124,6 +125,12 @@ class Captured:
                 f"an array of dtype {self.dtype} cannot be captured by an expression: "
                 f"use bool, {', '.join(INTEGER_DTYPES + REAL_DTYPES)}"
             )
+
+    def detached(self) -> Captured:
+        """The same description without the array."""
+        other = copy.copy(self)
+        other.array = object()  # stands for the array's identity
+        return other
 
     def __getitem__(self, index: Any) -> Node:
         indices = index if isinstance(index, tuple) else (index,)

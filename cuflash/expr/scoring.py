@@ -50,14 +50,16 @@ class TileScore:
         return np.broadcast_to(np.asarray(value, x.dtype), x.shape)
 
     def backward(
-        self, b: int, heads: slice, rows: slice, columns: slice, x: np.ndarray, ds: np.ndarray
-    ) -> np.ndarray:
-        """dx of a tile from its ds, which is 0 where a pair is masked; adds to `gradients`."""
+        self, b: int, heads: slice, rows: slice, columns: slice, x: np.ndarray, ds: np.ndarray,
+        add: bool = True,
+    ) -> np.ndarray:  # fmt: skip
+        """dx of a tile from its ds, which is 0 where a pair is masked; `add`s to `gradients`."""
         env = self._env(b, heads, rows, columns, x)
         computed = evaluate(self._backward, env, self._leaves, self._real)
         values = dict(zip(map(id, self._backward), computed, strict=True))
         live = ds != 0  # the derivative of a masked pair may be NaN
-        for load, partial, target in zip(self._loads, self._partials, self._targets, strict=True):
+        params = zip(self._loads, self._partials, self._targets, strict=True)
+        for load, partial, target in params if add else ():
             part = np.where(live, ds * values[id(partial)], 0)
             _add(target, load, [values[id(index)] for index in load.args], part, env)
         return np.where(live, ds * values[id(self._slope)], 0)

@@ -6,12 +6,12 @@ import ctypes
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from cuflash import family
-from cuflash.arrays import Device, View
+from cuflash.arrays import View
+from cuflash.arrays.cupy import on_device
 from cuflash.errors import Unsupported
 from cuflash.expr.text import CallText, emit
 from cuflash.gpu import module, source
@@ -32,30 +32,89 @@ _MAX_PARAMS = 4096  # bytes that a kernel may be passed
 _TABULATE_THREADS = 128
 
 
-def forward(
-    problem: Problem, views: Mapping[str, View], captures: Sequence[View], stream: int
-) -> None:
-    """Launch forward: q, k, v -> o and, where it is among the views, lse.
+class Launch:
+    """One pass of one problem on one device, ready to run on any arrays.
 
-    Parameters
+    Attributes
     ----------
-    views : by name; q, k, v, o (batch, seqlen, heads, dim), lse (batch, heads, seqlen), and what
-        `workspaces` asks for, all on one device
-    captures : the arrays that the mask captured, on the same device
-    stream : raw pointer of the stream to launch on
+    workspaces : name, shape and dtype of what the caller has to allocate beside the outputs; always
+        written before it is read
     """
-    _run("forward", problem, views, captures, stream)
 
+    def __init__(self, problem: Problem, device: int, backward: bool) -> None:
+        self._problem, self._device = problem, device
+        self._kernel = "backward" if backward else "forward"
+        self._plan = choose(problem, self._kernel, *module.device_limits(device), family.forced())
+        self._text = call_text(problem)
+        self._launches: list[tuple[Any, ...]] | None = None  # function, grid, block, shared bytes
+        self.workspaces = workspaces(problem, backward)
 
-def backward(
-    problem: Problem, views: Mapping[str, View], captures: Sequence[View], stream: int
-) -> None:
-    """Launch backward: do, q, k, v, o, lse and perhaps dlse -> dq, dk, dv; as `forward`."""
-    _run("backward", problem, views, captures, stream)
+    def __call__(self, views: Mapping[str, View], captured: Sequence[View], stream: int) -> None:
+        """Launch the kernels.
+
+        Parameters
+        ----------
+        views : by name; q, k, v, o, do, dq, dk, dv (batch, seqlen, heads, dim), lse and dlse
+            (batch, heads, seqlen), and the workspaces, all on the device
+        captured : the arrays of `problem.captured`, on the device
+        stream : raw pointer of the stream to launch on
+        """
+        with on_device(self._device):
+            if self._launches is None:
+                _refuse_capture(stream)
+                self._launches = self._load()
+            words: Sequence[int] = ()
+            if self._text is not None:
+                tables = views.get("tables")
+                pointer = 0 if tables is None else tables.pointer
+                words = self._text.pack(self._problem, captured, pointer)
+            params = pack(self._problem, views, words)
+            block = _block()
+            block.bytes[: len(params)] = params
+            on = _Stream(stream)
+            for function, grid, threads, shared_bytes in self._launches:
+                function(grid, threads, block.args, shared_bytes, on)
+
+    def prepare(self) -> None:
+        """Compile and load the kernels, so that a call does not wait for it."""
+        with on_device(self._device):
+            if self._launches is None:
+                self._launches = self._load()
+
+    def describe(self) -> tuple[str, tuple[int, int], tuple[str, ...]]:
+        """The kernel family, its tile as (block_q, block_k), and why no faster family."""
+        config = self._plan.config
+        arch = module.device_limits(self._device)[0]
+        name = f"{config.family} (compute capability {arch / 10})"
+        return name, (config.block_q, config.block_k), self._plan.reasons
+
+    def _load(self) -> list[tuple[Any, ...]]:
+        config, text = self._plan.config, self._text
+        names = list(KERNELS[self._kernel])
+        if text is not None and text.tables:
+            names.append("tabulate")
+        if text is not None and _layout(len(text.words)).size > _MAX_PARAMS:
+            raise Unsupported(
+                f"mask and score have {len(text.words)} operands (arrays, strides, numbers); the "
+                f"parameters of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one "
+                "captured array"
+            )
+        code = source.text(config, text)
+        functions = module.load(code, names, config.shared_bytes, self._device)
+        launches: list[tuple[Any, ...]] = []
+        if "tabulate" in functions and text is not None:
+            entries = text.table_elements(self._problem) // 2
+            grid = max(1, min(-(-entries // _TABULATE_THREADS), 1024))
+            launches.append((functions["tabulate"], (grid,), (_TABULATE_THREADS,), 0))
+        for name, grid in grids(config, self._problem).items():
+            if grid > 0:
+                shared_bytes = 0 if name == "delta" else config.shared_bytes
+                launches.append((functions[name], (grid,), (config.threads,), shared_bytes))
+        return launches
 
 
 def workspaces(problem: Problem, backward: bool) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of what the caller has to allocate; written before it is read."""
+    """Name, shape and dtype of what a pass needs beside its outputs."""
     specs: list[tuple[str, tuple[int, ...], str]] = []
     if backward:
         rows = problem.batch, problem.heads_q, problem.seqlen_q
@@ -64,29 +123,6 @@ def workspaces(problem: Problem, backward: bool) -> list[tuple[str, tuple[int, .
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs
-
-
-def prepare(problem: Problem, device: int, backward: bool) -> None:
-    """Compile and load the kernels of a pass, so that a call does not wait for it."""
-    _kernels("backward" if backward else "forward", problem, device)
-
-
-def config_for(problem: Problem, device: int, backward: bool) -> Config:
-    """The Config that a pass of this problem runs with on a device."""
-    arch, shared_limit = module.device_limits(device)
-    plan = choose(problem, arch, shared_limit, family.forced())
-    return plan.backward if backward else plan.forward
-
-
-def describe(
-    problem: Problem, device: Device, backward: bool
-) -> tuple[str, tuple[int, int], tuple[str, ...]]:
-    """For `explain`: the kernel's name, its tile as (block_q, block_k), why no faster family."""
-    arch, shared_limit = module.device_limits(device.index)
-    plan = choose(problem, arch, shared_limit, family.forced())
-    config = config_for(problem, device.index, backward)
-    name = f"{config.family} on {device}, compute capability {arch / 10}"
-    return name, (config.block_q, config.block_k), plan.reasons
 
 
 def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ()) -> bytes:
@@ -115,13 +151,6 @@ def grids(config: Config, problem: Problem) -> dict[str, int]:
     return {name: min(blocks[name], _MAX_GRID) for name in KERNELS[config.kernel]}
 
 
-@dataclass(frozen=True)
-class _Kernels:
-    config: Config
-    text: CallText | None
-    functions: dict[str, Any]  # CuPy functions by name
-
-
 class _Stream:
     """What a CuPy function reads of a stream."""
 
@@ -142,68 +171,7 @@ class _Block(threading.local):
         self.args = (CPointer(ctypes.addressof(self.buffer)),)
 
 
-_cache: dict[tuple[Any, ...], _Kernels] = {}
 _texts: dict[tuple[Any, ...], CallText] = {}
-
-
-def _run(
-    name: str, problem: Problem, views: Mapping[str, View], captures: Sequence[View], stream: int
-) -> None:
-    from cuflash.arrays.cupy import on_device
-
-    device = views["q"].device.index
-    with on_device(device):
-        kernels = _kernels(name, problem, device, stream)
-        words: Sequence[int] = ()
-        tables = views.get("tables")
-        if kernels.text is not None:
-            pointer = 0 if tables is None else tables.pointer
-            words = kernels.text.pack(problem, captures, pointer)
-        params = pack(problem, views, words)
-        block = _block()
-        block.bytes[: len(params)] = params
-        on = _Stream(stream)
-        config = kernels.config
-        if tables is not None:
-            elements = tables.shape[0] // 2
-            grid = max(1, min(-(-elements // _TABULATE_THREADS), 1024))
-            kernels.functions["tabulate"]((grid,), (_TABULATE_THREADS,), block.args, 0, on)
-        for kernel, grid in grids(config, problem).items():
-            if grid > 0:
-                shared = 0 if kernel == "delta" else config.shared_bytes
-                kernels.functions[kernel]((grid,), (config.threads,), block.args, shared, on)
-
-
-def _kernels(name: str, problem: Problem, device: int, stream: int | None = None) -> _Kernels:
-    """Loaded kernels of a pass, kept by what they depend on."""
-    key = (
-        name, device, problem.dtype, problem.head_dim, problem.head_dim_v,
-        problem.expression_key, family.forced(),
-    )  # fmt: skip
-    kernels = _cache.get(key)
-    if kernels is None:
-        _refuse_capture(stream)
-        kernels = _cache[key] = _load(name, problem, device)
-    return kernels
-
-
-def _load(name: str, problem: Problem, device: int) -> _Kernels:
-    from cuflash.arrays.cupy import on_device
-
-    config = config_for(problem, device, name == "backward")
-    text = call_text(problem)
-    names = list(KERNELS[name])
-    if text is not None and text.tables:
-        names.append("tabulate")
-    if text is not None and len(pack(problem, {}, (0,) * len(text.words))) > _MAX_PARAMS:
-        raise Unsupported(
-            f"mask and score have {len(text.words)} operands (arrays, strides, numbers); the "
-            f"parameters of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one "
-            "captured array"
-        )
-    with on_device(device):
-        functions = module.load(source.text(config, text), names, config.shared_bytes, device)
-    return _Kernels(config, text, functions)
 
 
 def _refuse_capture(stream: int | None) -> None:

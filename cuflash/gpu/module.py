@@ -7,11 +7,6 @@ each process, after one warning; no lock is ever taken on the file system.
 
 from __future__ import annotations
 
-import atexit
-import os
-import shutil
-import sys
-import tempfile
 import threading
 import warnings
 from collections import defaultdict
@@ -24,20 +19,6 @@ from cuflash.gpu.source import OPTIONS
 _lock = threading.Lock()
 _text_locks: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
 _loaded: dict[tuple[int, str], dict[str, Any]] = {}
-
-
-def ensure_cache_folder() -> None:
-    """Before the first import of CuPy, which fails where it cannot make its cache folder."""
-    if "cupy" in sys.modules:
-        return
-    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        private = tempfile.mkdtemp(prefix="cuflash-kernels-")
-        atexit.register(shutil.rmtree, private, ignore_errors=True)
-        os.environ["CUPY_CACHE_DIR"] = private
-        _warn(f"the kernel cache {folder} cannot be made ({error}); this process uses {private}")
 
 
 @cache
