@@ -27,10 +27,10 @@ from cuflash.masks import (
     GlobalTokens,
     Intervals,
     Mask,
-    Neighborhood,
     PrefixLM,
     SlidingWindow,
 )
+from cuflash.neighborhood import Neighborhood
 
 __version__ = "0.1.0"
 

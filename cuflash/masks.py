@@ -13,8 +13,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from cuflash.expr.expression import Expression
-from cuflash.expr.functions import maximum, minimum
 from cuflash.expr.nodes import Captured, Node, captured, trace
 
 
@@ -52,6 +53,40 @@ class Mask:
         if node.kind != "bool":
             raise TypeError(f"mask must return a condition (a comparison), got kind {node.kind}")
         return node
+
+    def to_array(
+        self, seqlen_q: int, seqlen_k: int | None = None, batch: int = 1, heads: int = 1,
+        positions: Any = None,
+    ) -> np.ndarray:  # fmt: skip
+        """The mask as bool (batch, heads, seqlen_q, seqlen_k); seqlen_k None means seqlen_q."""
+        from cuflash import picture
+
+        return picture.to_array(self, seqlen_q, seqlen_k, batch, heads, positions)
+
+    def density(
+        self, seqlen_q: int, seqlen_k: int | None = None, batch: int = 1, heads: int = 1,
+        positions: Any = None, tile: int | None = None,
+    ) -> float:  # fmt: skip
+        """The share of pairs that are attended; with `tile`, the share of tiles that are computed.
+
+        Nothing of the size seqlen_q x seqlen_k is made. The second over the first is the work that
+        tiles of this size waste.
+        """
+        from cuflash import picture
+
+        return picture.density(self, seqlen_q, seqlen_k, batch, heads, positions, tile)
+
+    def plot(
+        self, seqlen_q: int, seqlen_k: int | None = None, *, batch: int = 0, head: int = 0,
+        positions: Any = None, tile: int = 64, ax: Any = None,
+    ) -> Any:  # fmt: skip
+        """Draw skipped, partly and wholly attended tiles of one head (needs matplotlib).
+
+        Returns the matplotlib axes, `ax` if given.
+        """
+        from cuflash import picture
+
+        return picture.plot(self, seqlen_q, seqlen_k, batch, head, positions, tile, ax)
 
     def __and__(self, other: Mask) -> Mask:
         return _Combined(_operand(self) & _operand(other))
@@ -144,7 +179,7 @@ class BlockLocal(Mask):
     """
 
     def __init__(self, size: int) -> None:
-        _positive("size", size)
+        positive("size", size)
         super().__init__(lambda b, h, q, k: q // size == k // size)
 
 
@@ -170,7 +205,7 @@ class Dilated(Mask):
     """
 
     def __init__(self, step: int) -> None:
-        _positive("step", step)
+        positive("step", step)
         super().__init__(lambda b, h, q, k: (q - k) % step == 0)
 
 
@@ -206,7 +241,7 @@ class BlockSparse(Mask):
                 f"blocks of keys) without the leading ones or with, got {table.dtype} of shape "
                 f"{table.shape}"
             )
-        size_q, size_k = _axes("block_size", block_size, 2)
+        size_q, size_k = per_axis("block_size", block_size, 2)
 
         def allows(b: Node, h: Node, q: Node, k: Node) -> Node:
             leading = (b, h)[4 - len(table.shape) :]
@@ -216,80 +251,7 @@ class BlockSparse(Mask):
         super().__init__(allows)
 
 
-class Neighborhood(Mask):
-    """On every axis of a grid the key's coordinate lies in a window about the query's.
-
-    Tokens are the grid's points in C order (the last axis runs fastest). With `edge="shift"` a
-    window that would leave the grid is moved inside, so every query sees the same number of keys:
-    NATTEN's rule (Hassani et al. 2023, arXiv:2204.07143). With "clip" it is cut at the border.
-
-    Parameters
-    ----------
-    shape : int or tuple, points of the grid along each axis
-    window : int or tuple, keys along each axis; the query's own is the one at window // 2
-    dilation : int or tuple, distance between the keys of a window
-    causal : bool or tuple, on that axis only keys up to the query's own coordinate: the window ends
-        at the query and is never moved
-    edge : "shift" or "clip"
-    """
-
-    def __init__(
-        self,
-        shape: int | tuple[int, ...],
-        window: int | tuple[int, ...],
-        dilation: int | tuple[int, ...] = 1,
-        causal: bool | tuple[bool, ...] = False,
-        edge: str = "shift",
-    ) -> None:
-        if edge not in ("shift", "clip"):
-            raise ValueError(f"edge must be 'shift' or 'clip', got {edge!r}")
-        shape = _axes("shape", shape, None)
-        windows = _axes("window", window, len(shape))
-        steps = _axes("dilation", dilation, len(shape))
-        flags = causal if isinstance(causal, tuple) else (causal,) * len(shape)
-        if len(flags) != len(shape) or not all(isinstance(flag, bool) for flag in flags):
-            raise ValueError(
-                f"causal must be a bool or one for each of {len(shape)} axes, got {causal!r}"
-            )
-
-        def allows(b: Node, h: Node, q: Node, k: Node) -> Node:
-            result: Any = True
-            stride = 1
-            axes = list(zip(shape, windows, steps, flags, strict=True))
-            for axis in reversed(range(len(axes))):
-                at = [_coordinate(index, stride, shape, axis) for index in (q, k)]
-                result = _in_window(*at, *axes[axis], edge == "shift") & result
-                stride *= shape[axis]
-            return result
-
-        super().__init__(allows)
-
-
-def _coordinate(index: Node, stride: int, shape: tuple[int, ...], axis: int) -> Node:
-    if stride > 1:
-        index = index // stride
-    return index % shape[axis] if axis > 0 else index
-
-
-def _in_window(
-    q: Node, k: Node, size: int, window: int, step: int, causal: bool, shift: bool
-) -> Node:
-    """Whether k is in q's window along one axis; with a step, among the points of q's residue."""
-    same: Any = True
-    last: Any = size - 1
-    if step > 1:
-        same = q % step == k % step
-        last = (size - 1 - q % step) // step  # the last point of the query's residue
-        q, k = q // step, k // step
-    if causal:
-        return (q - window < k) & (k <= q) & same
-    first = q - window // 2
-    if shift:
-        first = maximum(minimum(first, last - (window - 1)), 0)
-    return (first <= k) & (k < first + window) & same
-
-
-def _positive(name: str, value: Any) -> int:
+def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if value < 1:
@@ -297,12 +259,12 @@ def _positive(name: str, value: Any) -> int:
     return int(value)
 
 
-def _axes(name: str, value: Any, count: int | None) -> tuple[int, ...]:
+def per_axis(name: str, value: Any, count: int | None) -> tuple[int, ...]:
     """One positive integer an axis; a single one stands for all."""
     sizes = tuple(value) if isinstance(value, (tuple, list)) else (value,) * (count or 1)
     if not sizes or (count is not None and len(sizes) != count):
         raise ValueError(f"{name} must be an integer or {count} of them, got {value!r}")
-    return tuple(_positive(name, size) for size in sizes)
+    return tuple(positive(name, size) for size in sizes)
 
 
 def _per_position(name: str, array: Any, kinds: tuple[str, ...]) -> Callable[[Node, Node], Node]:
