@@ -15,7 +15,7 @@ from cuflash.api import (
 from cuflash.cost import memory
 from cuflash.errors import Unsupported
 from cuflash.expr.functions import cos, exp, log, maximum, minimum, sin, sqrt, tanh
-from cuflash.expr.nodes import captured, where
+from cuflash.expr.nodes import Param, captured, where
 from cuflash.family import using
 from cuflash.info import info
 from cuflash.masks import (
@@ -31,10 +31,13 @@ from cuflash.masks import (
     SlidingWindow,
 )
 from cuflash.neighborhood import Neighborhood
+from cuflash.scores import ALiBi, Bias, RelativeBias, Score, Softcap
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALiBi",
+    "Bias",
     "BlockLocal",
     "BlockSparse",
     "Causal",
@@ -45,8 +48,12 @@ __all__ = [
     "Intervals",
     "Mask",
     "Neighborhood",
+    "Param",
     "PrefixLM",
+    "RelativeBias",
+    "Score",
     "SlidingWindow",
+    "Softcap",
     "Unsupported",
     "attention",
     "attention_backward",
