@@ -133,7 +133,7 @@ def test_a_launch_that_fails_raises(cp: Any, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(launch.Launch, "_load", broken)
     q = cp.zeros((1, 37, 1, 24), np.float32)
-    with pytest.raises(Exception, match="INVALID_VALUE|invalid argument"):
+    with pytest.raises(Exception, match=r"INVALID_VALUE|invalid argument"):
         cuflash.attention(q, q, q, scale=0.3712)
 
 
