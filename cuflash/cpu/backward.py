@@ -15,7 +15,6 @@ from cuflash.cpu.tiles import SLAB_ROWS, Call, Part, times
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
     from cuflash.expr.scoring import TileScore
-    from cuflash.expr.scoring import TileScore
     from cuflash.problem import Problem
 
 

@@ -14,7 +14,6 @@ from cuflash.cpu.tiles import Call, Part, Visits
 if TYPE_CHECKING:
     from cuflash.expr.bounds import TileMask
     from cuflash.expr.scoring import TileScore
-    from cuflash.expr.scoring import TileScore
     from cuflash.problem import Problem
 
 
