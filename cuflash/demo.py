@@ -256,9 +256,11 @@ def run(
     longest : longest sequence of the sweep; None is 16384 on a CPU, 131072 on a GPU
     plot : path of the picture
     """
-    for name in ("matplotlib", "tqdm"):
+    for name in ("matplotlib", "threadpoolctl", "tqdm"):
         if importlib.util.find_spec(name) is None:
             raise ImportError(f"the demo needs {name}: pip install 'cuflash[demo]'")
+    from threadpoolctl import threadpool_limits
+
     on_cpu = xp is np
     tokens = (4096 if on_cpu else 8192) if tokens is None else tokens
     steps = (120 if on_cpu else 300) if steps is None else steps
@@ -270,16 +272,19 @@ def run(
             f"tokens must be at most {(len(data) - 1) // 2 - CONTEXT - 1}, got {tokens}"
         )
     text, unseen = xp.asarray(data[:-held]), xp.asarray(data[-held:])
+    where = "the CPU, one thread" if on_cpu else "the GPU"
     print(
         f"Text: Python's help on {name}, {len(data)} bytes; the last {held} are never trained on.\n"
         f"Net: the last {CONTEXT} bytes, and causal attention over {tokens} positions, "
         f"one head of {HEAD_DIM}.\n"
-        f"Training: {steps} steps, seed {seed}, on {'the CPU' if on_cpu else 'the GPU'}."
+        f"Training: {steps} steps, seed {seed}, on {where}."
     )
     curves, losses = {}, {}
-    for attend in (False, True):
-        weights, curves[attend] = train(xp, text, tokens, steps, seed, attend)
-        losses[attend] = forward(xp, weights, unseen, attend)[0] * BITS
+    with threadpool_limits(limits=1):  # products this small leave a second BLAS thread waiting
+        for attend in (False, True):
+            weights, curves[attend] = train(xp, text, tokens, steps, seed, attend)
+            losses[attend] = forward(xp, weights, unseen, attend)[0] * BITS
+        rows = demo_sweep.sweep(xp, longest, HEAD_DIM)
     print("\nUnseen text, bits a byte (lower is better; 8 is knowing nothing)")
     print(f"  without attention                       {losses[False]:.3f}")
     print(f"  with attention                          {losses[True]:.3f}")
@@ -291,7 +296,6 @@ def run(
     print("\nOne attention step of the trained net against the float64 definition, relative error")
     print("  " + "  ".join(f"{part} {error:.1e}" for part, error in errors.items()))
 
-    rows = demo_sweep.sweep(xp, longest, HEAD_DIM)
     demo_sweep.report(rows)
     path = demo_sweep.draw(rows, curves[False], curves[True], plot)
     print(f"\nPicture: {path}")

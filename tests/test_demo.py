@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("threadpoolctl")
 pytest.importorskip("tqdm")
 
 from cuflash import demo, demo_sweep
