@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -115,24 +114,24 @@ _SIMT = {
 
 @dataclass(frozen=True)
 class Plan:
-    """How a problem is computed on one kind of device.
+    """How one pass of a problem is computed on one kind of device.
 
     reasons : a line for each faster family: why it was not taken
     """
 
-    family: str
-    forward: Config | None
-    backward: Config | None
+    config: Config
     reasons: tuple[str, ...] = ()
 
 
 def choose(
-    problem: Problem, arch: int, shared_limit: int | None = None, family: str | None = None
-) -> Plan:
+    problem: Problem, kernel: str, arch: int, shared_limit: int | None = None,
+    family: str | None = None,
+) -> Plan:  # fmt: skip
     """The plan for a GPU of compute capability `arch` (90 is 9.0).
 
     Parameters
     ----------
+    kernel : "forward" or "backward"
     shared_limit : bytes of shared memory that a block may have; None looks the arch up
     family : force this family, or None
 
@@ -147,11 +146,7 @@ def choose(
             f"GPU kernels need compute capability 7.5 or newer, this GPU has {arch / 10}"
         )
     limit = shared_limit_of(arch) if shared_limit is None else shared_limit
-    forward, backward = (
-        simt_config(kernel, problem.dtype, problem.head_dim, problem.head_dim_v, limit)
-        for kernel in ("forward", "backward")
-    )
-    return Plan("simt", forward, backward)
+    return Plan(simt_config(kernel, problem.dtype, problem.head_dim, problem.head_dim_v, limit))
 
 
 def simt_config(
@@ -182,18 +177,15 @@ def shared_limit_of(arch: int) -> int:
     return _SHARED_LIMIT.get(arch, 101376)
 
 
-def configs_for(arch: int) -> Iterator[Config]:
-    """Every Config that a GPU of this arch can be given, head dims at both ends of each row."""
-    seen = set()
+def configs_for(arch: int) -> list[Config]:
+    """Every row of the tables that a GPU of this arch is given, for each dtype, at its widest."""
     limit = shared_limit_of(arch)
+    configs = []
     for (kernel, number), rows in _SIMT.items():
         dtypes = ("float64",) if number == 8 else ("float32", "float16", "bfloat16")
-        widths = {1, 40, 96} | {row.widest for row in rows}
-        for dtype in dtypes:
-            for width in sorted(widths):
-                for dims in ((width, width), (width, 64), (40, width)):
-                    seen.add(simt_config(kernel, dtype, *dims, limit))
-    return iter(sorted(seen, key=str))
+        for width in sorted({row.widest for row in rows}):
+            configs += [simt_config(kernel, dtype, width, width, limit) for dtype in dtypes]
+    return configs
 
 
 def _config(kernel: str, dtype: str, head_dim: int, head_dim_v: int, row: _Tile) -> Config:

@@ -6,17 +6,9 @@ using Accumulation = decltype(widen(Config::dtype{}));  // float, or double for 
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 
-template <bool CONDITION, class Yes, class No>
-struct Select {
-  using type = Yes;
-};
-template <class Yes, class No>
-struct Select<false, Yes, No> {
-  using type = No;
-};
-
-__device__ __forceinline__ Accumulation negative_infinity() {
-  return Accumulation(__uint_as_float(0xff800000u));
+template <class Number = Accumulation>
+__device__ __forceinline__ Number negative_infinity() {
+  return Number(__uint_as_float(0xff800000u));
 }
 
 // Compilers may not fold x - x to 0: it is NaN for both infinities and for NaN.
@@ -26,7 +18,9 @@ __device__ __forceinline__ bool is_finite(Number x) {
 }
 
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) {
+  return fma(a, b, c);
+}
 
 // The compiler's own exp and log: full float32 accuracy (2 ulp), no fast-math variant.
 __device__ __forceinline__ float natural_exp(float x) { return expf(x); }
@@ -34,28 +28,21 @@ __device__ __forceinline__ double natural_exp(double x) { return exp(x); }
 __device__ __forceinline__ float natural_log(float x) { return logf(x); }
 __device__ __forceinline__ double natural_log(double x) { return log(x); }
 
-__device__ __forceinline__ bool is_minus_zero(float x) {
-  return __float_as_uint(x) == 0x80000000u;
-}
-__device__ __forceinline__ bool is_minus_zero(double x) {
-  return (unsigned long long)__double_as_longlong(x) == 0x8000000000000000ull;
-}
-
 // NaN loses against a number.
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
 
 // Over WIDTH neighbouring lanes (a power of two); every lane gets the result. The order of the sum
 // is fixed, so it is bit-reproducible.
-template <int WIDTH>
-__device__ __forceinline__ Accumulation lanes_max(Accumulation x) {
+template <int WIDTH, class Number>
+__device__ __forceinline__ Number lanes_max(Number x) {
 #pragma unroll
   for (int offset = WIDTH / 2; offset > 0; offset /= 2)
     x = larger(x, __shfl_xor_sync(ALL_LANES, x, offset));
   return x;
 }
-template <int WIDTH>
-__device__ __forceinline__ Accumulation lanes_sum(Accumulation x) {
+template <int WIDTH, class Number>
+__device__ __forceinline__ Number lanes_sum(Number x) {
 #pragma unroll
   for (int offset = WIDTH / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
   return x;

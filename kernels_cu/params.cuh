@@ -26,6 +26,7 @@ struct Params {
 };
 
 template <class Number>
-__device__ __forceinline__ Number* row_address(const Rows& rows, long long b, long long h, long long row) {
+__device__ __forceinline__ Number* row_address(
+    const Rows& rows, long long b, long long h, long long row) {
   return (Number*)rows.pointer + b * rows.stride_b + h * rows.stride_h + row * rows.stride_s;
 }

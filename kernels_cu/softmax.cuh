@@ -1,51 +1,55 @@
 // Online softmax of one row, and the only home of the -inf rule.
 //
-// A masked score is -inf, put there by selection, never by adding. Its weight is minus zero: that
-// multiplies as zero, and the careful path can tell it from a weight that underflowed to zero.
-// A row whose scores are all -inf sees no key: o = 0, lse = -inf, no gradient.
+// A masked score is -inf, put there by selection, never by adding; its weight is 0. A row whose
+// scores are all -inf sees no key: o = 0, lse = -inf, no gradient.
 #pragma once
 #include "math.cuh"
 
-__device__ __forceinline__ bool is_masked_score(Accumulation s) { return s == negative_infinity(); }
-__device__ __forceinline__ bool is_masked_weight(Accumulation weight) {
-  return is_minus_zero(weight);
+template <class Number>
+__device__ __forceinline__ bool is_masked(Number s) {
+  return s == negative_infinity<Number>();
 }
 
-// The state of a row after some of its keys. Each of the threads that share a row holds the same
-// row_max, and the sum over its own columns in row_sum.
+// The state of a row after some of its keys. Threads may share a row: then row_max is the same in
+// all of them, and row_sum is the sum over each one's own keys.
+template <class Number>
 struct RowState {
-  Accumulation row_max, row_sum;
-  __device__ RowState() : row_max(negative_infinity()), row_sum(0) {}
+  Number row_max, row_sum;
+  __device__ RowState() : row_max(negative_infinity<Number>()), row_sum(0) {}
 
   // The number that is subtracted before exp; 0 as long as every score was masked.
-  __device__ Accumulation reference() const {
-    return is_masked_score(row_max) ? Accumulation(0) : row_max;
-  }
+  __device__ Number reference() const { return is_masked(row_max) ? Number(0) : row_max; }
 
-  // Raise the maximum to that of new scores. Returns exp(old - new), the factor for earlier sums.
-  __device__ Accumulation raise(Accumulation new_max) {
-    const Accumulation old_max = row_max;
+  // Raises the maximum to that of new scores. Returns exp(old - new), the factor for earlier sums.
+  __device__ Number raise(Number new_max) {
+    const Number old_max = row_max;
     row_max = new_max > old_max ? new_max : old_max;
-    const Accumulation rescale = natural_exp(old_max - reference());
+    const Number rescale = natural_exp(old_max - reference());
     row_sum *= rescale;
     return rescale;
   }
 
   // p = exp(s - m). The difference comes first: it is exact near the maximum at any logit size.
-  __device__ Accumulation weigh(Accumulation s) const {
-    return is_masked_score(s) ? -Accumulation(0) : natural_exp(s - reference());
+  __device__ Number weigh(Number s) const { return natural_exp(s - reference()); }
+
+  // The state of a row whose keys are spread over the lanes of a warp, each with its own maximum.
+  __device__ RowState over_lanes() const {
+    RowState all;
+    all.row_max = lanes_max<32>(row_max);
+    all.row_sum = lanes_sum<32>(row_sum * natural_exp(row_max - all.reference()));
+    return all;
   }
 
-  // lse = m + log(l), where row_sum, summed over the threads of the row, is damp * l.
-  __device__ Accumulation lse(Accumulation damp) const {
-    return row_sum == Accumulation(0) ? negative_infinity() : row_max + natural_log(row_sum / damp);
+  // lse = m + log(l), once row_sum is the sum over all keys.
+  __device__ Number lse() const {
+    return row_sum == Number(0) ? negative_infinity<Number>() : row_max + natural_log(row_sum);
   }
 };
 
 // Backward: p = exp(min(s - lse, 0)). The minimum keeps it finite where s was summed in another
 // order than in forward; written so that NaN stays NaN. An empty row (lse = -inf) has no weights.
-__device__ __forceinline__ Accumulation weigh_by_lse(Accumulation s, Accumulation lse) {
-  if (is_masked_score(s) || is_masked_score(lse)) return -Accumulation(0);
-  const Accumulation exponent = s - lse;
-  return natural_exp(exponent > Accumulation(0) ? Accumulation(0) : exponent);
+template <class Number>
+__device__ __forceinline__ Number weigh_by_lse(Number s, Number lse) {
+  const Number exponent = s - lse > Number(0) ? Number(0) : s - lse;
+  return natural_exp(is_masked(s) || is_masked(lse) ? negative_infinity<Number>() : exponent);
 }

@@ -68,6 +68,10 @@ struct Matrix {
     return widen(start[token * stride_s + column * stride_d]);
   }
 
+  __device__ __forceinline__ void set(long long token, int column, Accumulation x) const {
+    narrow(x, start[token * stride_s + column * stride_d]);
+  }
+
   // VECTOR numbers of one token from `column` on; zero beyond the ends, so that padding is finite.
   template <bool ALIGNED>
   __device__ __forceinline__ Piece load(long long token, int column) const {
@@ -104,7 +108,8 @@ template <bool ALIGNED, class Tile, int WIDTH>
 __device__ __forceinline__ void load_tile_as(
     Tile& tile, const Matrix<WIDTH>& x, long long token0, int column0) {
   constexpr int PIECES = Tile::COLUMNS / VECTOR;  // of one row
-  constexpr int BATCH = 4;  // loads in flight of one thread before it stores the first
+  constexpr int BATCH = ALIGNED ? 4 : 1;  // pieces that a thread loads before it stores the first
+#pragma unroll 1
   for (int start = threadIdx.x; start < Tile::ROWS * PIECES; start += BATCH * THREADS) {
     typename Matrix<WIDTH>::Piece piece[BATCH];
 #pragma unroll
@@ -137,14 +142,12 @@ __device__ __forceinline__ void load_tile(
     load_tile_as<false>(tile, x, token0, chunk * Tile::COLUMNS);
 }
 
-// sum[i][j] += factor * <own row i, stream column j> over one chunk of WIDTH numbers a token.
-// The careful path sums in double, and passes a factor below 1 here, before a sum can overflow.
-template <int WIDTH, class Sum, int ROWS, int COLUMNS, class Own, class Stream>
+// sum[i][j] += <own row i, stream column j> over one chunk of WIDTH numbers a token.
+template <int WIDTH, int ROWS, int COLUMNS, class Own, class Stream>
 __device__ __forceinline__ void add_inner_products(
-    Sum (&sum)[ROWS][COLUMNS], const Own& own, const Stream& stream, int chunk, Sum factor) {
+    Accumulation (&sum)[ROWS][COLUMNS], const Own& own, const Stream& stream, int chunk) {
   constexpr int DEPTH = (WIDTH + VECTOR - 1) / VECTOR * VECTOR;  // beyond WIDTH both are zero
-  const int rest = DEPTH - chunk * Own::COLUMNS;
-  const int depth = rest < Own::COLUMNS ? rest : Own::COLUMNS;
+  const int rest = DEPTH - chunk * Own::COLUMNS, depth = rest < Own::COLUMNS ? rest : Own::COLUMNS;
 #pragma unroll 1
   for (int at = 0; at < depth; at += VECTOR) {
     Vector column[COLUMNS];
@@ -157,39 +160,39 @@ __device__ __forceinline__ void add_inner_products(
       for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
         for (int e = 0; e < VECTOR; ++e)
-          sum[i][j] = multiply_add(Sum(row.at[e]) * factor, Sum(column[j].at[e]), sum[i][j]);
+          sum[i][j] = multiply_add(row.at[e], column[j].at[e], sum[i][j]);
     }
   }
 }
 
-// result[i][j] = sum over the streamed tokens of weight[token][own row i] * x[token][column j].
-// The careful path (SELECT) leaves masked pairs out: 0 * NaN must not reach the result.
-template <bool SELECT, int ROWS, int COLUMNS, class Weights, class Stream>
-__device__ __forceinline__ void outer_products(
+// result[i][j] += sum over the streamed tokens of weight[token][own row i] * x[token][column j].
+// The sum of a tile is rounded apart from the long one, which so has far fewer terms.
+template <int ROWS, int COLUMNS, class Weights, class Stream>
+__device__ __forceinline__ void add_outer_products(
     Accumulation (&result)[ROWS][COLUMNS], const Weights& weights, const Stream& x) {
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) result[i][j] = 0;
+  Accumulation sum[ROWS][COLUMNS] = {};
 #pragma unroll 2
   for (int token = 0; token < Stream::ROWS; ++token) {
     Vector weight[ROWS / VECTOR], column[COLUMNS / VECTOR];
 #pragma unroll
     for (int i = 0; i < ROWS / VECTOR; ++i) weight[i] = weights.load(token, own_row(i * VECTOR));
 #pragma unroll
-    for (int j = 0; j < COLUMNS / VECTOR; ++j) column[j] = x.load(token, result_column(j * VECTOR));
+    for (int j = 0; j < COLUMNS / VECTOR; ++j)
+      column[j] = x.load(token, result_column(j * VECTOR));
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-      for (int j = 0; j < COLUMNS; ++j) {
-        const Accumulation w = weight[i / VECTOR].at[i % VECTOR];
-        const Accumulation y = column[j / VECTOR].at[j % VECTOR];
-        if (!SELECT || !is_minus_zero(w)) result[i][j] = multiply_add(w, y, result[i][j]);
-      }
+      for (int j = 0; j < COLUMNS; ++j)
+        sum[i][j] = multiply_add(
+            weight[i / VECTOR].at[i % VECTOR], column[j / VECTOR].at[j % VECTOR], sum[i][j]);
   }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) result[i][j] += sum[i][j];
 }
 
-// A tile of weights for outer_products: [streamed token][own row]. Read only by the warp that
+// A tile of weights for add_outer_products: [streamed token][own row]. Read only by the warp that
 // wrote them (a thread row lies in one warp), so __syncwarp orders both.
 template <int ROWS, int COLUMNS, class Weights>
 __device__ __forceinline__ void store_weights(
@@ -202,5 +205,21 @@ __device__ __forceinline__ void store_weights(
 #pragma unroll
       for (int e = 0; e < VECTOR; ++e) vector.at[e] = weight[i + e][j];
       weights.store(stream_column(j), own_row(i), vector);
+    }
+}
+
+// This thread's part of a chunk of results, times a factor, to global memory.
+template <int WIDTH, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_result(
+    const Matrix<WIDTH>& x, long long token0, int column0,
+    const Accumulation (&result)[ROWS][COLUMNS], Accumulation factor = 1) {
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j += VECTOR) {
+      Vector vector;
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) vector.at[e] = result[i][j + e] * factor;
+      x.store(token0 + own_row(i), column0 + result_column(j), vector);
     }
 }

@@ -221,23 +221,25 @@ MUTANTS = [
     ("keeps o as it was", "forward", "o_acc[chunk][i][j] *= rescale;", ";"),
     ("lacks a barrier", "forward", "__syncthreads();  // q, k, v: written by all", "//"),
     ("misses the last tile", "forward", "mine < tiles_ ?", "mine < tiles_ - 1 ?"),
-    ("multiplies by masked NaN", "forward", "if (!SELECT || !is_minus_zero(w))", "if (true)"),
+    ("multiplies by masked NaN", "forward", "if (__syncthreads_or(!is_finite(probe)))",
+     "if (__syncthreads_or(false))"),
     ("takes another head's lse", "backward", "load_rows(p, smem, head.b, head.h, tile.row0);",
      "load_rows(p, smem, head.b, 0, tile.row0);"),
     ("leaves dlse out", "backward", "if (p.dlse.pointer != nullptr)", "if (false)"),
-    ("does not scale dk", "backward", "dk_acc, Accumulation(scale.outer)", "dk_acc, 1"),
+    ("does not scale dk", "backward", "dk_acc[chunk], Accumulation(p.scale)", "dk_acc[chunk], 1"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant[0])
 def test_a_wrong_kernel_fails(mutant: tuple[str, str, str, str]) -> None:
     """The checks above see a kernel that is wrong by one line."""
-    _, shows_in, old, new = mutant
+    name, shows_in, old, new = mutant
     kernels = source.flatten("simt/forward.cu", set()) + source.flatten("simt/backward.cu", set())
     assert old in kernels, "the line is not in the kernels any more"
     arrays = cast(CAUSAL, CAUSAL.inputs())
     if shows_in == "forward":
-        arrays = {name: arrays[name] for name in "qkv"}
+        arrays = {each: arrays[each] for each in "qkv"}
+    if name == "multiplies by masked NaN":
         arrays["v"][:, -1] = np.nan  # seen by the last query alone
     right = run(CAUSAL, arrays)
     try:

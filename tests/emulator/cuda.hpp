@@ -164,9 +164,13 @@ inline unsigned __ballot_sync(unsigned, int flag) {
   return ballot;
 }
 template <class Number>
-Number __shfl_xor_sync(unsigned, Number value, int offset) {
+Number __shfl_sync(unsigned, Number value, int lane) {
   const auto bits = emulator::bits_as<unsigned long long>(value);
-  return emulator::bits_as<Number>(emulator::exchange(bits, (threadIdx.x % 32) ^ offset));
+  return emulator::bits_as<Number>(emulator::exchange(bits, lane));
+}
+template <class Number>
+Number __shfl_xor_sync(unsigned mask, Number value, int offset) {
+  return __shfl_sync(mask, value, (threadIdx.x % 32) ^ offset);
 }
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
