@@ -11,7 +11,7 @@ from pathlib import Path
 # JAX would take most of the GPU's memory when it is first used; the others need some too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from . import attention, cases, machine, memory, report
+from . import attention, cases, machine, masks, memory, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,9 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("attention", "memory", "simt"),
+        choices=("attention", "masks", "memory", "simt"),
         default="attention",
-        help="attention: against rivals; memory: peak against explain; simt: the float32 cell",
+        help="attention: against rivals; masks: time against tiles left; memory: peak against "
+        "explain; simt: the float32 cell",
     )
     parser.add_argument("--quick", action="store_true", help="a few cases, no FlexAttention")
     parser.add_argument("--case", help="only cases whose name holds this (or a glob)")
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = machine.find()
     if options.what == "memory":
         return memory.run(here, options.longest, options.results)
+    if options.what == "masks":
+        return masks.run(here, options.results)
     table = cases.GPU if here.kind == "cuda" else cases.CPU
     rivals = None if options.rivals is None else options.rivals.split(",")
     settings = attention.Settings(rivals, options.family, options.seconds, quick=options.quick)
