@@ -139,8 +139,9 @@ def test_scores_that_overflow_before_the_scale(back_end: str) -> None:
         inputs[name] = (inputs[name] * 1e20).astype(np.float32).astype(float)
     found = run(case, inputs, back_end)
     oracle = Judge.of(case, inputs).oracle
-    for name, want in oracle.items():
-        close(name, found[name], want, 1e-5 * np.abs(want[np.isfinite(want)]).max())
+    for name, result in found.items():
+        want = oracle[name]
+        close(name, result, want, 1e-5 * np.abs(want[np.isfinite(want)]).max())
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

@@ -154,7 +154,8 @@ def captured(array: Any) -> Captured:
 
     Parameters
     ----------
-    array : array of any supported library, bool, integer or float, any shape and strides
+    array : array of any supported library (with .shape and .dtype), bool, integer or float, any
+        shape and strides
 
     Raises
     ------

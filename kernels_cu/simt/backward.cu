@@ -37,10 +37,9 @@ struct Head {
   int b, h;
   KMatrix q_gmem, k_gmem;
   VMatrix do_gmem, v_gmem;
-  __device__ Head(const Params& p, int b_, int h_)
-      : b(b_), h(h_), q_gmem(p.q, b, h, p.seqlen_q),
-        k_gmem(p.k, b, h / (p.heads_q / p.heads_k), p.seqlen_k), do_gmem(p.do_, b, h, p.seqlen_q),
-        v_gmem(p.v, b, h / (p.heads_q / p.heads_k), p.seqlen_k) {}
+  __device__ Head(const Params& p, int b_, int h_, int head_k)
+      : b(b_), h(h_), q_gmem(p.q, b, h, p.seqlen_q), k_gmem(p.k, b, head_k, p.seqlen_k),
+        do_gmem(p.do_, b, h, p.seqlen_q), v_gmem(p.v, b, head_k, p.seqlen_k) {}
 };
 
 // delta_i = <do_i, o_i> - dlse_i, a warp a row; 0 in a row that sees no key, whatever do and dlse
@@ -166,11 +165,11 @@ __device__ __forceinline__ bool dk_dv_tile(
   Accumulation dk_acc[CHUNKS][ROWS][COLUMNS_D] = {}, dv_acc[CHUNKS_V][ROWS][COLUMNS_DV] = {};
   Accumulation probe = first_probe(p);
   // 3 prologue: k and v that fit into one chunk stay in shared memory
-  const Head first(p, b, head_k * group);
+  const Head first(p, b, head_k * group, head_k);
   if (CHUNKS == 1) load_tile(smem.k, first.k_gmem, column0, 0);
   if (CHUNKS_V == 1) load_tile(smem.v, first.v_gmem, column0, 0);
   for (int member = 0; member < group; ++member) {
-    const Head head(p, b, head_k * group + member);
+    const Head head(p, b, head_k * group + member, head_k);
     // 4, 5 over the query tiles that the mask does not skip
     const auto tile_at = [&](long long tile) {
       return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
@@ -279,7 +278,7 @@ __device__ __forceinline__ void careful_dk_dv(
     CarefulSum<C::HEAD_DIM> dk;
     CarefulSum<C::HEAD_DIM_V> dv;
     for (int member = 0; member < group; ++member) {
-      const Head head(p, b, head_k * group + member);
+      const Head head(p, b, head_k * group + member, head_k);
       const auto tile_at = [&](long long tile) {
         return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
       };
@@ -340,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   for (long long item = blockIdx.x; item < items; item += gridDim.x) {
     const int b = int(item / tiles / p.heads_q), h = int(item / tiles % p.heads_q);
     const long long row0 = (tiles - 1 - item % tiles) * OWN;
-    const Head head(p, b, h);
+    const Head head(p, b, h, int(h / (p.heads_q / p.heads_k)));
     if (!dq_tile(p, smem, head, row0)) careful_dq(p, head, row0);
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
