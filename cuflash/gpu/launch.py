@@ -42,6 +42,10 @@ class Launch:
     """
 
     def __init__(self, problem: Problem, device: int, backward: bool) -> None:
+        if problem.score is not None or problem.sink is not None:
+            raise Unsupported(
+                "score, bias, softcap and sink have no GPU kernel yet: NumPy arrays run on the CPU"
+            )
         self._problem, self._device = problem, device
         self._kernel = "backward" if backward else "forward"
         self._plan = choose(problem, self._kernel, *module.device_limits(device), family.forced())
@@ -192,7 +196,8 @@ def call_text(problem: Problem) -> CallText | None:
     if key not in _texts:
         if len(_texts) >= 256:
             _texts.clear()
-        _texts[key] = emit(*problem.expressions, problem.index_bits)
+        mask, score, sink = problem.expressions
+        _texts[key] = emit(mask, score, sink, problem.index_bits)
     return _texts[key]
 
 

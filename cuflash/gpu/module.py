@@ -51,27 +51,31 @@ def _load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> 
 
     _check_driver(cupy)
     arch = device_limits(device)[0]
-    newest = _newest_arch(cupy)
-    if arch > newest:
-        _warn(
-            f"NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))} does not know compute "
-            f"capability {arch / 10}: the driver translates PTX for {newest / 10} in each process. "
-            "A newer nvidia-cuda-nvrtc compiles for this GPU"
-        )
-        module = _in_memory(cupy, text, f"-arch=compute_{newest}")
-    else:
+    if arch <= _newest_of_cupy(cupy):
         try:
             module = cupy.RawModule(code=text, options=OPTIONS)
             module.compile()
-            return {name: _with_shared(module.get_function(name).kernel, shared_bytes)
-                    for name in kernels}  # fmt: skip
+            functions = {name: module.get_function(name).kernel for name in kernels}
         except OSError as error:  # the cache folder is read-only or full
             _warn(f"the kernel cache cannot be written ({error}); each process compiles again")
-            module = _in_memory(cupy, text, f"-arch=sm_{arch}")
-    return {name: _with_shared(module.get_function(name), shared_bytes) for name in kernels}
+            functions = _in_memory(cupy, text, kernels, f"-arch=sm_{arch}")
+    elif arch in cupy.cuda.nvrtc.getSupportedArchs():
+        _warn(f"CuPy does not know compute capability {arch / 10}; each process compiles again")
+        functions = _in_memory(cupy, text, kernels, f"-arch=sm_{arch}")
+    else:
+        newest = max(cupy.cuda.nvrtc.getSupportedArchs())
+        version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
+        _warn(
+            f"NVRTC {version} does not know compute capability {arch / 10}: in each process the "
+            f"driver translates PTX for {newest / 10}. A newer NVRTC compiles for this GPU"
+        )
+        functions = _in_memory(cupy, text, kernels, f"-arch=compute_{newest}")
+    for function in functions.values():
+        _allow_shared(function, shared_bytes)
+    return functions
 
 
-def _in_memory(cupy: Any, text: str, arch: str) -> Any:
+def _in_memory(cupy: Any, text: str, kernels: Sequence[str], arch: str) -> dict[str, Any]:
     """Compile and load without any file."""
     nvrtc = cupy.cuda.nvrtc
     program = nvrtc.createProgram(text, "cuflash.cu", (), ())
@@ -86,27 +90,20 @@ def _in_memory(cupy: Any, text: str, arch: str) -> Any:
         nvrtc.destroyProgram(program)
     module = cupy.cuda.function.Module()
     module.load(binary)
-    return module
+    return {name: module.get_function(name) for name in kernels}
 
 
-def _with_shared(function: Any, shared_bytes: int) -> Any:
+def _allow_shared(function: Any, shared_bytes: int) -> None:
     """Allow the dynamic shared memory now, not in a launch that a graph may be capturing."""
     if shared_bytes > 48 << 10:
-        driver = _driver()
-        driver.funcSetAttribute(
-            function.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes
-        )
-    return function
+        from cupy_backends.cuda.api import driver
+
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
 
 
-def _driver() -> Any:
-    from cupy_backends.cuda.api import driver
-
-    return driver
-
-
-@cache
-def _newest_arch(cupy: Any) -> int:
+def _newest_of_cupy(cupy: Any) -> int:
+    """The newest arch that CuPy asks NVRTC for; for a newer GPU it would compile for this one."""
     version = cupy.cuda.nvrtc.getVersion()
     if version >= (12, 9):
         return 121
