@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import gc
 import math
+import os
 import platform
 import statistics
 import subprocess
@@ -234,6 +235,8 @@ def _output(command: list[str]) -> str:
 
 
 def _commit() -> str:
-    """The commit, marked where tracked files differ from it."""
+    """The commit, marked where tracked files differ from it; CUFLASH_COMMIT where git is not."""
+    if "CUFLASH_COMMIT" in os.environ:
+        return os.environ["CUFLASH_COMMIT"]
     changed = _output(["git", "status", "--porcelain", "--untracked-files=no"])
     return (_output(["git", "rev-parse", "--short", "HEAD"]) or "unknown") + "+" * bool(changed)

@@ -135,7 +135,11 @@ class _Borrowed:
         cuda = load_cupy().cuda
         with on_device(self.index):
             event = cuda.Event(disable_timing=True)
-            cuda.runtime.eventRecord(event.ptr, self.stream)
+            try:
+                cuda.runtime.eventRecord(event.ptr, self.stream)
+            except cuda.runtime.CUDARuntimeError:  # the caller has destroyed the stream
+                cuda.runtime.deviceSynchronize()
+                return
         _held.append((event, self.capsule, self.producer))
 
 
