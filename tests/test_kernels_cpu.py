@@ -103,9 +103,10 @@ def test_masks(name: str) -> None:
     check(replace(SMALL, mask=name))
 
 
-def test_a_length_of_zero() -> None:
-    for lengths in ((0, 5), (5, 0)):
-        case = replace(SMALL, seqlen_q=lengths[0], seqlen_k=lengths[1])
+def test_sizes_of_zero() -> None:
+    sizes = ({"seqlen_q": 0}, {"seqlen_k": 0}, {"heads_q": 0}, {"batch": 0})
+    for size in sizes:
+        case = replace(SMALL, **size)
         results = run(case, cast(case, case.inputs()))
         assert np.all(results.pop("lse") == -np.inf)
         assert all(np.all(array == 0) for array in results.values())

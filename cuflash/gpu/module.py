@@ -96,7 +96,7 @@ def _in_memory(cupy: Any, text: str, kernels: Sequence[str], arch: str) -> dict[
 def _allow_shared(function: Any, shared_bytes: int) -> None:
     """Allow the dynamic shared memory now, not in a launch that a graph may be capturing."""
     if shared_bytes > 48 << 10:
-        from cupy_backends.cuda.api import driver
+        from cupy.cuda import driver
 
         attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         driver.funcSetAttribute(function.ptr, attribute, shared_bytes)
