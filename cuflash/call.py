@@ -79,7 +79,8 @@ class Call:
             from cuflash import jax
 
             operands = [*self.given.values(), *(view.owner for view in captured)]
-            return jax.call(step.detached, [spec for _, *spec in step.outputs], *operands)
+            results = [(shape, dtype) for _, shape, dtype in step.outputs]
+            return jax.call(step.detached, results, *operands)
         specs = [*step.outputs, *step.named_workspaces(device)]
         made = [library.empty(shape, dtype, device) for _, shape, dtype in specs]
         outputs = [library.view(array, "an output") for array in made]
@@ -246,7 +247,9 @@ class Pass:
             count = 0 if expression is None else len(expression.arrays)
             parts.append([array for array in rest[:count] if array is not None])
             rest = rest[count:]
-        mask = score = sink = None
+        mask: Any = None
+        score: Any = None
+        sink: Any = None
         if problem.mask is not None:
             mask = TileMask(problem.mask, parts[0], problem, *cpu.blocks(problem))
         if problem.score is not None:
@@ -254,11 +257,11 @@ class Pass:
         if problem.sink is not None:
             sink = parts[2][0].astype(problem.accumulation)
         if not self.is_backward:
-            names = ("q", "k", "v", "o")
-            cpu.forward(problem, mask, score, sink, *map(host.get, names), host.get("lse"))
+            arrays_of_pass = (host.get(name) for name in ("q", "k", "v", "o", "lse"))
+            cpu.forward(problem, mask, score, sink, *arrays_of_pass)  # type: ignore[arg-type]
             return
         names = ("do", "q", "k", "v", "o", "lse", "dlse", "dq", "dk", "dv")
-        dsink = cpu.backward(problem, mask, score, sink, *map(host.get, names))
+        dsink = cpu.backward(problem, mask, score, sink, *(host.get(name) for name in names))  # type: ignore[arg-type]
         found = [] if score is None else list(score.gradients)
         if dsink is not None:
             found.append(dsink)

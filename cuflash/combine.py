@@ -69,16 +69,17 @@ def mask_of(
     causal: bool, window: Window, mask: Any, positions: Positions, shape: tuple[int, ...]
 ) -> Expression | None:
     """The AND of all that masks, as one expression. Built once for the same options."""
-    if mask is None and not positions:
-        return _plain(causal, window)
-    if mask is None or isinstance(mask, Mask):
-        node = None if mask is None else mask.node
+    if mask is None:
+        if not positions:
+            return _plain(causal, window)
+        whole = _all_of(causal, window, None)
+        return None if whole is None else Expression(place(whole, positions))
+    if isinstance(mask, Mask):
         if positions:
-            whole = _all_of(causal, window, node)
-            return None if whole is None else Expression(place(whole, positions))
+            return Expression(place(_all_of(causal, window, mask.node), positions))
         key = (causal, window)
         if key not in mask.combined:
-            mask.combined[key] = Expression(_all_of(causal, window, node))
+            mask.combined[key] = Expression(_all_of(causal, window, mask.node))
         return mask.combined[key]
     if not is_array(mask):
         hint = ": wrap the function, cuflash.Mask(function)" if callable(mask) else ""

@@ -48,10 +48,11 @@ class Neighborhood(Mask):
         def allows(b: Node, h: Node, q: Node, k: Node) -> Node:
             result: Any = True
             stride = 1
-            axes = list(zip(shape, windows, steps, flags, strict=True))
-            for axis in reversed(range(len(axes))):
-                at = [_coordinate(index, stride, shape, axis) for index in (q, k)]
-                result = _in_window(*at, *axes[axis], edge == "shift") & result
+            for axis in reversed(range(len(shape))):
+                at_q, at_k = (_coordinate(index, stride, shape, axis) for index in (q, k))
+                sizes = shape[axis], windows[axis], steps[axis]
+                near = _in_window(at_q, at_k, *sizes, flags[axis], edge == "shift")
+                result = near & result
                 stride *= shape[axis]
             return result
 

@@ -97,7 +97,7 @@ def _attended(
 ) -> int:
     count = 0
     for j in np.flatnonzero(states):
-        columns = slice(j * block, min((j + 1) * block, seqlen_k))
+        columns = slice(int(j) * block, min((int(j) + 1) * block, seqlen_k))
         if states[j] == 2:
             count += (rows.stop - rows.start) * (columns.stop - columns.start)
         else:

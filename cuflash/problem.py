@@ -123,7 +123,8 @@ class Problem:
         """The same problem, holding none of the arrays that its expressions captured."""
         names = ("mask", "score", "sink")
         pairs = zip(names, self.expressions, strict=True)
-        return replace(self, **{name: e.detached() for name, e in pairs if e is not None})
+        without: dict[str, Any] = {name: e.detached() for name, e in pairs if e is not None}
+        return replace(self, **without)
 
     @property
     def accumulation(self) -> str:

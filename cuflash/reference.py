@@ -107,7 +107,7 @@ def backward(
             delta = do_h[row] @ o[b, row, h]  # (7)
             if dlse is not None:
                 delta = delta - dlse[b, h, row].astype(dtype)
-            if dsink is not None:
+            if dsink is not None and sink is not None:
                 dsink[h] -= np.exp(sink[h] - lse[b, h, row]) * delta  # (11)
             if not seen.size:
                 continue

@@ -86,8 +86,8 @@ class Bounds:
             for node in expression.nodes:
                 self._interval(node, tables)
         certainly, possibly = self.intervals[id(expression.root)]
-        self.certainly: Node | None = certainly
-        self.possibly: Node | None = possibly
+        self.certainly: Node = FALSE if certainly is None else certainly
+        self.possibly: Node = TRUE if possibly is None else possibly
 
     def _interval(self, node: Node, tables: bool) -> Interval:
         if id(node) not in self.intervals:
@@ -99,8 +99,9 @@ class Bounds:
         if node.op == "variable" and node.value == "x":
             return None, None
         if node.op == "variable" and (sides or not self._points):
-            ends = (Node("variable", (), "int", f"{node.value}_{end}") for end in ("low", "high"))
-            return next(ends), next(ends)
+            return tuple(  # type: ignore[return-value]
+                Node("variable", (), "int", f"{node.value}_{end}") for end in ("low", "high")
+            )
         if node.op in ("variable", "number") or (self._points and not sides):
             return node, node
         if tables and len(sides) == 1 and self._reads[id(node)]:
@@ -115,8 +116,8 @@ class Bounds:
                 return FALSE, TRUE
             boxes = [Node("box", tuple(ends), "bool", Box(captured, x)) for x in ("all", "any")]
             return boxes[0], boxes[1]
-        low, high = captured.range or _DTYPE_RANGE.get(captured.dtype, (None, None))
-        return (None, None) if low is None else (as_node(low), as_node(high))
+        known = captured.range or _DTYPE_RANGE.get(captured.dtype)
+        return (None, None) if known is None else (as_node(known[0]), as_node(known[1]))
 
     def _tabulate(self, node: Node, side: str) -> Interval:
         sides = self._sides[id(node)]
@@ -152,7 +153,7 @@ class TileMask:
         self.depends_on_batch = "b" in expression.variables
         self.depends_on_head = "h" in expression.variables
         self._bounds = bounds = Bounds(expression)
-        self._order = ordered([bounds.certainly, bounds.possibly])  # type: ignore[list-item]
+        self._order = ordered([bounds.certainly, bounds.possibly])
         self._ends = {side: self._tile_ends(side) for side in ("q", "k")}
         self._tables = [self._fill(table, problem) for table in bounds.tables]
 
@@ -191,11 +192,10 @@ class TileMask:
             tile = fixed.get(table.side, slice(None))
             for end, values in zip(("low", "high"), ends, strict=True):
                 env[f"table{number}_{end}"] = values[at][tile]
-        values = dict(
-            zip(map(id, self._order), evaluate(self._order, env, self._leaves), strict=True)
-        )
-        certainly = values[id(self._bounds.certainly)]
-        possibly = values[id(self._bounds.possibly)]
+        computed = evaluate(self._order, env, self._leaves)
+        found = dict(zip(map(id, self._order), computed, strict=True))
+        certainly = found[id(self._bounds.certainly)]
+        possibly = found[id(self._bounds.possibly)]
         count = self._ends[free][0].size
         state = np.where(certainly, np.int8(2), np.asarray(possibly).astype(np.int8))
         return np.broadcast_to(state, (count,))

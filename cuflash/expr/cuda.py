@@ -65,7 +65,7 @@ class Printer:
     def body(self, roots: Sequence[Node]) -> tuple[list[str], list[str]]:
         """Statements that compute the roots, and the roots' names."""
         names: dict[int, str] = {}
-        lines = []
+        lines: list[str] = []
         for node in ordered(roots):
             text = self._text(node, [names[id(arg)] for arg in node.args])
             if node.op in ("variable", "number"):

@@ -207,8 +207,8 @@ def _survey(expression: Expression, ranges: Ranges) -> int:
     bits = 32
     for node in expression.nodes:
         if node.kind == "int":
-            low, high = numbers(node)
-            if low < -(2**31) or high >= 2**31:
+            ends = numbers(node)
+            if ends[0] < -(2**31) or ends[1] >= 2**31:
                 bits = 64
         if node.op == "load":
             _check_index(node, [numbers(arg) for arg in node.args])
