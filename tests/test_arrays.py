@@ -1,4 +1,7 @@
-"""Arrays of every library in host memory: what they become, and what is refused."""
+"""Arrays of every library in host memory: what they become, and what is refused.
+
+Longer than other files: each library has its own oddities, and all share the makers below.
+"""
 
 import gc
 import subprocess

@@ -1,4 +1,7 @@
-"""Arrays of every library on a GPU through the public calls: no copies, streams, memory."""
+"""Arrays of every library on a GPU through the public calls: no copies, streams, memory.
+
+Longer than other files: each rule is asked of each library, and all share the makers below.
+"""
 
 import gc
 import os
