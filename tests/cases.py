@@ -1,7 +1,8 @@
 """The one table of what is tested: sizes, dtypes, layouts, masks. Tests and benches draw from it.
 
 Longer than other files, because there is to be one table. A mask stands here twice: as the options
-of a call, and as `allowed`, a plain NumPy definition that knows nothing of expressions. A new mask is one row in `MASKS` and so meets every other feature.
+of a call, and as `allowed`, a plain NumPy definition that knows nothing of expressions. A new mask
+is one row in `MASKS` and so meets every other feature.
 """
 
 from __future__ import annotations
