@@ -1,4 +1,7 @@
-"""The contract on the CPU back end: every case of the table, tiles, strides, types, sizes, bits."""
+"""The CPU back end where it differs from others: its tiles, strides, types, sizes, bits.
+
+The table of cases runs on it in `test_attention.py`.
+"""
 
 import threading
 from collections.abc import Mapping
@@ -7,7 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, Case, numpy_dtype
+from cases import DTYPES, Case, numpy_dtype
 from tolerance import Judge, close
 
 import cuflash
@@ -48,11 +51,6 @@ def check(case: Case) -> dict[str, np.ndarray]:
             results[name] = case.from_caller(array)
     Judge.of(case, inputs).check(**results)
     return results
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}-{case.scale}")
-def test_case(case: Case) -> None:
-    check(case)
 
 
 def test_blocks() -> None:

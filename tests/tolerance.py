@@ -25,7 +25,7 @@ from cuflash import reference
 
 FLOOR = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 2e-6, "float64": 0.0}
 LSE = {"float16": 1e-5, "bfloat16": 1e-5, "float32": 1e-5, "float64": 1e-12}
-NAMES = ("o", "lse", "dq", "dk", "dv")
+NAMES = ("o", "lse", "dq", "dk", "dv", "dsink", "ds")
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, limit: np.ndarray | float) -> None:
@@ -66,16 +66,20 @@ class Judge:
     inputs : q, k, v (and do, dlse for gradients) of values that `dtype` holds, of any wider type
     scale, dtype : of the call, dtype by name
     allowed : bool, broadcast to (batch, heads_q, seqlen_q, seqlen_k); None allows all pairs
+    score, sink : as `reference.forward` takes them. The gradient of a bias, ds summed over what it
+        broadcasts to, is within the sum of the limits of ds
     """
 
     def __init__(
         self, inputs: Mapping[str, np.ndarray], *, scale: float, dtype: str,
-        allowed: np.ndarray | None = None,
+        allowed: np.ndarray | None = None, score: reference.Score | None = None,
+        sink: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.inputs, self.scale, self.dtype = inputs, scale, dtype
         batch, seqlen_q, heads_q, _ = inputs["q"].shape
         pairs = (batch, heads_q, seqlen_q, inputs["k"].shape[1])
         self.allowed = np.broadcast_to(True if allowed is None else allowed, pairs)
+        self.score, self.sink = score, sink
         self._wide = np.longdouble if dtype == "float64" else np.float64
 
     @classmethod
@@ -85,7 +89,7 @@ class Judge:
         return cls(inputs, scale=case.scale_value, dtype=case.dtype, allowed=case.allowed())
 
     def check(self, **results: np.ndarray | None) -> None:
-        """Fail if a result (o, lse, dq, dk, dv, by name; None is skipped) is too far off."""
+        """Fail if a result (one of NAMES; None is skipped) is too far off."""
         for name, got in results.items():
             if name not in NAMES:
                 raise TypeError(f"{name} is none of {', '.join(NAMES)}")
@@ -108,12 +112,14 @@ class Judge:
     def oracle(self) -> dict[str, np.ndarray]:
         """`reference.py` in float64, in longdouble for float64."""
         options = {"scale": self.scale, "allowed": self.allowed, "dtype": self._wide}
+        options |= {"score": self.score, "sink": self.sink}
         o, lse = reference.forward(*(self.inputs[name] for name in "qkv"), **options)
         if "do" not in self.inputs:
             return {"o": o, "lse": lse}
         arrays = (self.inputs[name] for name in ("do", "q", "k", "v"))
         gradients = reference.backward(*arrays, **options, dlse=self.inputs.get("dlse"))
-        return dict(zip(NAMES, (o, lse, *gradients)))
+        found = zip(NAMES, (o, lse, *gradients), strict=True)
+        return {name: array for name, array in found if array is not None}
 
     @cached_property
     def naive(self) -> dict[str, np.ndarray]:
@@ -137,19 +143,26 @@ class Judge:
         q, k, v = (self.inputs[name].astype(real) for name in "qkv")
         group = q.shape[2] // max(k.shape[2], 1)
         with_do = "do" in self.inputs
-        shapes = {"o": (*q.shape[:3], v.shape[3]), "lse": self.allowed.shape[:3]}
-        shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape} if with_do else {}
+        pairs = self.allowed.shape
+        shapes = {"o": (*q.shape[:3], v.shape[3]), "lse": pairs[:3]}
+        if with_do:
+            shapes |= {"dq": q.shape, "dk": k.shape, "dv": v.shape, "ds": pairs}
+            shapes["dsink"] = pairs[1:2]
         result = {name: np.zeros(shape, real) for name, shape in shapes.items()}
         eps = 2.0 ** (-53 if self.dtype == "float64" else -24)
         for b, h in np.ndindex(*self.allowed.shape[:2]):
             k_h, v_h, mask = k[b, :, h // group], v[b, :, h // group], self.allowed[b, h]
             if not mask.size:
                 continue
-            seen = mask.any(axis=1, keepdims=True)
-            s = np.where(mask, rounded(real(self.scale) * product(q[b, :, h], k_h.T)), -np.inf)
-            top = np.where(seen, s.max(axis=1, keepdims=True), 0)
+            s = rounded(real(self.scale) * product(q[b, :, h], k_h.T))
+            s, slope = (s, 1) if self.score is None else self.score(s, b, h)
+            s = np.where(mask, rounded(s), -np.inf)
+            drain = real(-np.inf if self.sink is None else self.sink[h])
+            top = np.maximum(s.max(axis=1, keepdims=True), drain)
+            seen = top != -np.inf
+            top = np.where(seen, top, 0)
             e = np.exp(s - top)
-            total = np.where(seen, e.sum(axis=1, keepdims=True), 1)
+            total = np.where(seen, e.sum(axis=1, keepdims=True) + np.exp(drain - top), 1)
             p, lse = rounded(e / total), np.where(seen, top + np.log(total), -np.inf)
             o = rounded(product(p, v_h))
             result["o"][b, :, h], result["lse"][b, h] = o, lse[:, 0]
@@ -160,15 +173,21 @@ class Judge:
             if self.inputs.get("dlse") is not None:
                 delta = delta - self.inputs["dlse"][b, h, :, None].astype(real)
             ds = np.where(mask, rounded(p * (rounded(product(do, v_h.T)) - delta)), 0)
+            to_sink = np.where(seen, np.exp(drain - np.where(seen, lse, 0)) * delta, 0)
             scale, q_h = real(self.scale), q[b, :, h]
             if magnitude:
                 share = np.where(seen, np.abs(lse), 0) * eps
-                ds, p = np.abs(ds) * share, p * share
+                ds, p, to_sink = np.abs(ds) * share, p * share, -np.abs(to_sink) * share
+                slope = np.abs(slope)
                 do, q_h, k_h, scale = np.abs(do), np.abs(q_h), np.abs(k_h), abs(scale)
+            result["ds"][b, h] = ds
+            result["dsink"][h] -= to_sink.sum()
+            ds = np.where(mask, ds * slope, 0).astype(real)
             result["dv"][b, :, h // group] += product(p.T, do)
             result["dq"][b, :, h] = scale * product(ds, k_h)
             result["dk"][b, :, h // group] += scale * product(ds.T, q_h)
         if magnitude:
-            return {n: float(np.max(result.get(n, 0), initial=0)) for n in ("dq", "dk", "dv")}
-        stored = {name: x if name == "lse" else rounded(x) for name, x in result.items()}
+            return {n: float(np.max(result.get(n, 0), initial=0)) for n in NAMES[2:]}
+        unrounded = ("lse", "dsink", "ds")
+        stored = {name: x if name in unrounded else rounded(x) for name, x in result.items()}
         return {name: x.astype(np.float64) for name, x in stored.items()}

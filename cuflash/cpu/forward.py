@@ -100,8 +100,10 @@ def _attend(
                 part.restack(allowed, s),
                 dtype,
             )
-            seen = ~np.isneginf(s)
             tile_max = s.max(axis=-1, keepdims=True)
+            seen = ~np.isneginf(s)
+        elif call.score is not None:  # a score of -inf hides what v holds, as a mask does
+            seen = ~np.isneginf(s)
         new_max = np.maximum(row_max, tile_max)
         # P = exp(S - max); while a row has seen no key, exp(-inf - 0) = 0
         reference = np.where(np.isneginf(new_max), 0, new_max)
