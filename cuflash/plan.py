@@ -16,6 +16,12 @@ _SHARED_LIMIT = {
     75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376, 90: 232448, 100: 232448,
     103: 232448, 110: 232448, 120: 101376, 121: 101376,
 }  # fmt: skip
+# Splitting of owned tiles (kernels_cu/order.cuh). More slots make segments more even and cost
+# workspace; simulated in tests/test_kernels_order.py, makespans are within 3 % of even work.
+LEAST_VISITS = 32  # tiles of scores in a segment, so that starting and combining do not count
+SLOTS = 4  # segments' results in the workspace, a block that the GPU holds at a time
+BUCKETS = 64  # lengths that the order tells apart
+
 _RESERVED = 1024  # bytes of shared memory that the system takes from each block
 
 
@@ -64,10 +70,22 @@ class Config:
         rows = 2 * max(self.block_q, self.block_k) * number  # lse, delta
         return tiles + tile(self.block_k, self.block_q) + rows
 
+    @property
+    def partial_numbers(self) -> int:
+        """Numbers in the type of the sums that a block leaves of a tile that others share."""
+        row = 2 if self.kernel == "forward" else self.head_dim  # maximum and sum, or dk beside dv
+        return self.block_q * (self.head_dim_v + row)
+
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
         fields = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
-        return {**fields, "shared_bytes": self.shared_bytes}
+        return {
+            **fields,
+            "shared_bytes": self.shared_bytes,
+            "partial_numbers": self.partial_numbers,
+            "least_visits": LEAST_VISITS,
+            "buckets": BUCKETS,
+        }
 
 
 class _Tile(NamedTuple):

@@ -31,6 +31,7 @@ __device__ __forceinline__ double natural_log(double x) { return log(x); }
 // NaN loses against a number.
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ long long larger(long long a, long long b) { return a > b ? a : b; }
 
 // Over WIDTH neighbouring lanes (a power of two); every lane gets the result. The order of the sum
 // is fixed, so it is bit-reproducible.
@@ -46,4 +47,14 @@ __device__ __forceinline__ Number lanes_sum(Number x) {
 #pragma unroll
   for (int offset = WIDTH / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
   return x;
+}
+// The sum over the lanes before this one.
+__device__ __forceinline__ long long lanes_before(long long x) {
+  long long sum = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const long long other = __shfl_up_sync(ALL_LANES, sum, offset);
+    if (threadIdx.x % 32 >= offset) sum += other;
+  }
+  return sum - x;
 }

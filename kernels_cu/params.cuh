@@ -19,6 +19,9 @@ struct Params {
   Rows lse;
   Tensor do_, dq, dk, dv;  // backward only; `do` alone is a C++ keyword
   Rows dlse, delta;
+  // Addresses of the work lists and of the results of split tiles, and how many of these fit in;
+  // 0 where there are none (order.cuh).
+  long long order_q, order_k, partials, slots;
   long long batch, heads_q, heads_k, seqlen_q, seqlen_k;
   long long q_offset;  // the logical index of query row r is r + q_offset; of key column c it is c
   double scale;

@@ -32,6 +32,12 @@ struct RowState {
   // p = exp(s - m). The difference comes first: it is exact near the maximum at any logit size.
   __device__ Number weigh(Number s) const { return natural_exp(s - reference()); }
 
+  // Adds other keys of the same row.
+  __device__ void merge(const RowState& other) {
+    raise(other.row_max);
+    row_sum += other.row_sum * weigh(other.row_max);
+  }
+
   // The state of a row whose keys are spread over the lanes of a warp, each with its own maximum.
   __device__ RowState over_lanes() const {
     RowState all;

@@ -49,9 +49,9 @@ struct SharedTile {
 };
 
 // One head of one batch item in global memory: tokens x WIDTH.
-template <int WIDTH>
+template <int WIDTH, class Storage_ = Config::dtype>
 struct Matrix {
-  using Storage = Config::dtype;
+  using Storage = Storage_;
   using Piece = Pack<Storage, VECTOR>;
   Storage* start;
   long long tokens, stride_s, stride_d;
@@ -209,9 +209,9 @@ __device__ __forceinline__ void store_weights(
 }
 
 // This thread's part of a chunk of results, times a factor, to global memory.
-template <int WIDTH, int ROWS, int COLUMNS>
+template <int WIDTH, class Storage, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_result(
-    const Matrix<WIDTH>& x, long long token0, int column0,
+    const Matrix<WIDTH, Storage>& x, long long token0, int column0,
     const Accumulation (&result)[ROWS][COLUMNS], Accumulation factor = 1) {
 #pragma unroll
   for (int i = 0; i < ROWS; ++i)

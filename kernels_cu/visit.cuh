@@ -37,16 +37,26 @@ struct ScoreTile {
   }
 };
 
+// Which of an owned tile's visits, counted along its walk, one block makes: it leaves out `skip` of
+// them and makes `left`. All of them, unless the tile is split (order.cuh).
+struct Visits {
+  int skip = 0, left = 0x7fffffff;
+};
+
 // A walk over the tiles that are not skipped, in ascending order. A warp tests 32 tiles at a time,
 // a lane a tile, and a ballot gives the answers to all: no list in memory, no host. Every warp of
-// the block makes the same walk, so nothing has to be shared.
+// the block makes the same walk, so nothing has to be shared. Walks of one owned tile (the heads of
+// a group) use up the same visits.
 class Walk {
  public:
-  __device__ explicit Walk(long long tiles) : tiles_(tiles) {}
+  __device__ Walk(long long tiles, Visits& visits) : tiles_(tiles), visits_(visits) {}
 
   // Moves to the next tile, false at the end. state_of(tile) must not depend on the thread.
   template <class StateOf>
   __device__ bool next(StateOf state_of, long long& tile, bool& partly) {
+#if HAS_ORDER
+    if (visits_.left == 0) return false;
+#endif
     while (visited_ == 0) {
       first_ += 32;
       if (first_ >= tiles_) return false;
@@ -54,15 +64,22 @@ class Walk {
       const int state = mine < tiles_ ? state_of(mine) : int(SKIP);
       visited_ = __ballot_sync(ALL_LANES, state != SKIP);
       partly_ = __ballot_sync(ALL_LANES, state == PARTLY);
+#if HAS_ORDER
+      for (; visited_ != 0 && visits_.skip > 0; --visits_.skip) visited_ &= visited_ - 1;
+#endif
     }
     const int bit = __ffs(visited_) - 1;
     visited_ &= visited_ - 1;
     tile = first_ + bit;
     partly = partly_ >> bit & 1u;
+#if HAS_ORDER
+    --visits_.left;
+#endif
     return true;
   }
 
  private:
   long long tiles_, first_ = -32;
+  Visits& visits_;
   unsigned visited_ = 0, partly_ = 0;  // bit t: the tile first_ + t
 };

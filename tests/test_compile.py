@@ -15,7 +15,7 @@ from test_kernels_cpu import problem_of
 
 from cuflash import plan
 from cuflash.errors import Unsupported
-from cuflash.gpu import launch, source
+from cuflash.gpu import launch, schedule, source
 
 pytestmark = pytest.mark.skipif(
     nvrtc.library() is None, reason="the package nvidia-cuda-nvrtc is not installed"
@@ -58,7 +58,7 @@ def test_every_row_compiles(arch: int) -> None:
     configs = [row[(turn + at) % len(row)] for at, row in enumerate(by_row.values())]
     results = compile_all([(named(config), arch, source.text(config)) for config in configs])
     for (name, _), kernels in results.items():
-        assert set(kernels) == set(launch.KERNELS[name.split()[0]])
+        assert set(kernels) == set(schedule.KERNELS[name.split()[0]])
     for config in configs:
         assert config.shared_bytes <= plan.shared_limit_of(arch)
 
@@ -66,7 +66,7 @@ def test_every_row_compiles(arch: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_tiles_do_not_spill(head_dim: int) -> None:
     texts = []
-    for kernel in launch.KERNELS:
+    for kernel in schedule.KERNELS:
         for dtype in ("float32", "bfloat16"):
             limit = plan.shared_limit_of(90)
             config = plan.simt_config(kernel, dtype, head_dim, head_dim, limit)
@@ -84,7 +84,7 @@ def test_with_a_mask(arch: int, mask: str) -> None:
     assert text is not None
     configs = [
         plan.simt_config(kernel, "float16", 64, 64, plan.shared_limit_of(arch))
-        for kernel in launch.KERNELS
+        for kernel in schedule.KERNELS
     ]
     results = compile_all([(named(each), arch, source.text(each, text)) for each in configs])
     for kernels in results.values():

@@ -222,12 +222,12 @@ MUTANTS = [
     ("keeps o as it was", "forward", "o_acc[chunk][i][j] *= rescale;", ";"),
     ("lacks a barrier", "forward", "__syncthreads();  // q, k, v: written by all", "//"),
     ("misses the last tile", "forward", "mine < tiles_ ?", "mine < tiles_ - 1 ?"),
-    ("multiplies by masked NaN", "forward", "if (__syncthreads_or(!is_finite(probe)))",
-     "if (__syncthreads_or(false))"),
+    ("multiplies by masked NaN", "forward", "is_bad = __syncthreads_or(!is_finite(probe))",
+     "is_bad = __syncthreads_or(false)"),
     ("takes another head's lse", "backward", "load_rows(p, smem, head.b, head.h, tile.row0);",
      "load_rows(p, smem, head.b, 0, tile.row0);"),
     ("leaves dlse out", "backward", "if (p.dlse.pointer != nullptr)", "if (false)"),
-    ("does not scale dk", "backward", "dk_acc[chunk], Accumulation(p.scale)", "dk_acc[chunk], 1"),
+    ("does not scale dk", "backward", "column0, dk_acc, scale", "column0, dk_acc, 1"),
 ]  # fmt: skip
 
 

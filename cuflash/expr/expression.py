@@ -16,6 +16,11 @@ import numpy as np
 from cuflash.expr.nodes import Captured, Node, Param
 from cuflash.expr.operations import OPERATIONS
 
+_BAND = {
+    *("variable", "number", "add", "subtract", "and"),
+    *("less", "less_equal", "greater", "greater_equal"),
+}
+
 Ranges = tuple[tuple[str, int, int], ...]
 """Of each variable the name, the least and the greatest value."""
 
@@ -79,6 +84,24 @@ class Expression:
     def variables(self) -> frozenset[str]:
         """Names of the variables that the expression reads."""
         return frozenset(node.value for node in self.nodes if node.op == "variable")
+
+    @cached_property
+    def is_band(self) -> bool:
+        """Whether it says of a mask that the keys of a query form an interval that moves with it.
+
+        Such as causal, a window, or both: the number of keys is the same or grows with the query,
+        so that the last query first is the longest first. False where the structure does not tell.
+        """
+        if not all(node.op in _BAND for node in self.nodes) or self.variables & {"b", "h"}:
+            return False
+        if not self.variables >= {"q", "k"} and not self.variables >= {"row", "column"}:
+            return False
+        # Right of the diagonal, the interval has ended; on it, it has not at any height. Only one
+        # that shrinks with the query, or never ends, does otherwise.
+        far = 1 << 60
+        right = {"q": 0, "row": 0, "k": far, "column": far}
+        along = dict.fromkeys(right, far)
+        return bool(self.evaluate(along, ())) and not bool(self.evaluate(right, ()))
 
     @cached_property
     def operands(self) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 bool mask_allows(p, b, h, row, column)        whether a pair is attended
 int mask_state(p, b, h, row0, row1, column0, column1)    of a tile: 0 never, 1 perhaps, 2 always
 tabulate                                      the kernel that fills the mask's bound tables
+MASK_BY_BATCH, MASK_BY_HEAD                   what the mask depends on
 score_t score(p, b, h, row, column, x)        the score of a pair; -inf leaves it out
 score_t score_slope(p, b, h, row, column, x)  its derivative by x
 void score_params(p, b, h, row, column, x, ds, add)      add<PARAM, UNIFORM>(index, value) for
@@ -33,6 +34,8 @@ class CallText:
     words : what each of `p.words` holds, in order (see `cuda.Word`)
     tables : the mask's bound tables; when there are none there is no `tabulate` kernel
     has_mask, has_score, has_sink : which functions there are
+    has_order : whether owned tiles may differ in length, other than as causal ones do
+    by_batch, by_head : whether the mask depends on the batch item, on the head
     params : of each Param of the score its slot among the score's arrays
 
     It holds no operand, so that a cached text keeps no array alive.
@@ -42,6 +45,9 @@ class CallText:
     has_mask: bool
     has_score: bool
     has_sink: bool
+    has_order: bool
+    by_batch: bool
+    by_head: bool
     words: tuple[Word, ...]
     tables: tuple[TableRows, ...]
     params: tuple[int, ...]
@@ -91,13 +97,17 @@ def emit(
             "__device__ __forceinline__ Accumulation sink_logit(const Params& p, int h) {",
             *lines, f"  return {value};", "}",
         ]  # fmt: skip
+    variables = frozenset() if mask is None else mask.variables
     has = mask is not None, score is not None, sink is not None
+    has += mask is not None and not mask.is_band, "b" in variables, "h" in variables
     return CallText("\n".join([*parts, ""]), *has, tuple(words), extents, params)
 
 
 def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     lines, (allows,) = printer.body([mask.root])
+    by_batch, by_head = (str(name in mask.variables).lower() for name in "bh")
     parts = [
+        f"constexpr bool MASK_BY_BATCH = {by_batch}, MASK_BY_HEAD = {by_head};",
         f"__device__ __forceinline__ bool mask_allows({_PAIR}) {{",
         *logical_indices("row_at", "column_at"), *lines, f"  return {allows};", "}",
     ]  # fmt: skip

@@ -14,22 +14,20 @@ from cuflash.arrays import View
 from cuflash.arrays.cupy import on_device
 from cuflash.errors import Unsupported
 from cuflash.expr.text import CallText, emit
-from cuflash.gpu import module, source
+from cuflash.gpu import module, schedule, source
 from cuflash.plan import Config, choose
 from cuflash.problem import Problem
 
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
 FIELDS = (
     *("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta"),
+    *("order_q", "order_k", "partials", "slots"),
     *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset", "scale", "words"),
 )
 ROWS = ("lse", "dlse", "delta")  # (batch, heads_q, seqlen_q); the other views have four axes
-KERNELS = {"forward": ("forward",), "backward": ("delta", "dk_dv", "dq")}
 
 _ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:11]}
-_MAX_GRID = 2**31 - 1  # blocks of a one-dimensional grid; kernels loop over what is left
 _MAX_PARAMS = 4096  # bytes that a kernel may be passed
-_TABULATE_THREADS = 128
 
 
 class Launch:
@@ -49,9 +47,10 @@ class Launch:
         self._problem, self._device = problem, device
         self._kernel = "backward" if backward else "forward"
         self._plan = choose(problem, self._kernel, *module.device_limits(device), family.forced())
+        self._blocks = module.multiprocessors(device) * self._plan.config.blocks_per_sm
         self._text = call_text(problem)
         self._launches: list[tuple[Any, ...]] | None = None  # function, grid, block, shared bytes
-        self.workspaces = workspaces(problem, backward)
+        self.workspaces = workspaces(self._plan.config, problem, self._blocks)
 
     def __call__(self, views: Mapping[str, View], captured: Sequence[View], stream: int) -> None:
         """Launch the kernels.
@@ -94,9 +93,6 @@ class Launch:
 
     def _load(self) -> list[tuple[Any, ...]]:
         config, text = self._plan.config, self._text
-        names = list(KERNELS[self._kernel])
-        if text is not None and text.tables:
-            names.append("tabulate")
         if text is not None and _layout(len(text.words)).size > _MAX_PARAMS:
             raise Unsupported(
                 f"mask and score have {len(text.words)} operands (arrays, strides, numbers); the "
@@ -104,26 +100,26 @@ class Launch:
                 "captured array"
             )
         code = source.text(config, text)
+        names = schedule.kernels(config, text)
         functions = module.load(code, names, config.shared_bytes, self._device)
-        launches: list[tuple[Any, ...]] = []
-        if "tabulate" in functions and text is not None:
-            entries = text.table_elements(self._problem) // 2
-            grid = max(1, min(-(-entries // _TABULATE_THREADS), 1024))
-            launches.append((functions["tabulate"], (grid,), (_TABULATE_THREADS,), 0))
-        for name, grid in grids(config, self._problem).items():
-            if grid > 0:
-                shared_bytes = 0 if name == "delta" else config.shared_bytes
-                launches.append((functions[name], (grid,), (config.threads,), shared_bytes))
-        return launches
+        return [
+            (functions[step.kernel], (step.grid,), (step.threads,), step.shared_bytes)
+            for step in schedule.steps(config, self._problem, text, self._blocks)
+        ]
 
 
-def workspaces(problem: Problem, backward: bool) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of what a pass needs beside its outputs."""
-    specs: list[tuple[str, tuple[int, ...], str]] = []
-    if backward:
+def workspaces(
+    config: Config, problem: Problem, blocks: int
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of what a pass needs beside its outputs.
+
+    blocks : that the GPU holds at a time
+    """
+    text = call_text(problem)
+    specs = schedule.workspaces(config, problem, text, blocks)
+    if config.kernel == "backward":
         rows = problem.batch, problem.heads_q, problem.seqlen_q
         specs.append(("delta", rows, problem.accumulation))
-    text = call_text(problem)
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs
@@ -135,24 +131,15 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
     for name, absent in _ABSENT.items():
         view = views.get(name)
         values += absent if view is None else (view.pointer, *view.strides)
+    pointers = [views[name].pointer if name in views else 0 for name in FIELDS[11:14]]
+    slots = views["partials"].shape[0] if "partials" in views else 0
     values += (
+        *pointers, slots,
         problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k,
         problem.q_offset, problem.scale,
     )  # fmt: skip
     values += words or (0,)
     return _layout(len(words) or 1).pack(*values)
-
-
-def grids(config: Config, problem: Problem) -> dict[str, int]:
-    """Blocks of each kernel of a Config; 0 where there is nothing to do."""
-    tiles_q, tiles_k = (  # of the tokens that a block owns
-        -(-seqlen // config.block_q) for seqlen in (problem.seqlen_q, problem.seqlen_k)
-    )
-    heads_q, heads_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
-    rows = -(-heads_q * problem.seqlen_q // (config.threads // 32))
-    blocks = {"delta": rows, "dk_dv": heads_k * tiles_k}
-    blocks["forward"] = blocks["dq"] = heads_q * tiles_q
-    return {name: min(blocks[name], _MAX_GRID) for name in KERNELS[config.kernel]}
 
 
 class _Stream:
@@ -208,5 +195,5 @@ def _block() -> _Block:
 
 @cache
 def _layout(words: int) -> struct.Struct:
-    numbers = sum(map(len, _ABSENT.values())) + 6
+    numbers = sum(map(len, _ABSENT.values())) + 10
     return struct.Struct(f"<{numbers}qd{words}q")

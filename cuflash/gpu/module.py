@@ -30,6 +30,14 @@ def device_limits(index: int) -> tuple[int, int]:
     return int(device.compute_capability), device.attributes["MaxSharedMemoryPerBlockOptin"]
 
 
+@cache
+def multiprocessors(index: int) -> int:
+    """How many SMs a GPU has."""
+    import cupy
+
+    return int(cupy.cuda.Device(index).attributes["MultiProcessorCount"])
+
+
 def load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:
     """The kernels of a text on a device, as CuPy functions; compiled at most once a process.
 

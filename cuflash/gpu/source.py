@@ -52,6 +52,7 @@ def text(config: Config, call: CallText | None = None) -> str:
     parts = [
         f"#define HAS_MASK {int(call is not None and call.has_mask)}\n",
         f"#define HAS_SCORE {int(call is not None and call.has_score)}\n",
+        f"#define HAS_ORDER {int(call is not None and call.has_order)}\n",
         f"#define HAS_SINK {int(call is not None and call.has_sink)}\n",
         flatten("types.cuh", seen),
         _config(config, 0 if call is None else len(call.words)),

@@ -4,43 +4,7 @@
 // tiles of every head of the group past them; `dq` owns query tiles and streams key tiles. Both
 // compute the scores again. No atomics: every sum has one order, so results are bit-reproducible.
 // Dao 2023, arXiv:2307.08691, Algorithm 2; the formulas' numbers are those of cuflash/reference.py.
-#include "careful.cuh"
-
-using C = Config;
-constexpr int CHUNKS = (C::HEAD_DIM + C::CHUNK - 1) / C::CHUNK;
-constexpr int CHUNKS_V = (C::HEAD_DIM_V + C::CHUNK_V - 1) / C::CHUNK_V;
-constexpr int COLUMNS_D = C::CHUNK / C::THREAD_COLUMNS;     // a thread's part of a chunk of dq, dk
-constexpr int COLUMNS_DV = C::CHUNK_V / C::THREAD_COLUMNS;  // and of dv
-
-using KMatrix = Matrix<C::HEAD_DIM>;    // like q and k
-using VMatrix = Matrix<C::HEAD_DIM_V>;  // like v, o and do
-
-// A block owns BLOCK_Q tokens and BLOCK_K pass: queries and keys in dq, keys and queries in dk_dv.
-constexpr int OWN = C::BLOCK_Q, STREAM = C::BLOCK_K;
-constexpr int ROWS = OWN / C::THREAD_ROWS;           // owned tokens of one thread
-constexpr int COLUMNS = STREAM / C::THREAD_COLUMNS;  // its passing tokens in a tile of scores
-
-template <bool OWN_IS_Q>
-struct Smem {
-  static constexpr int TOKENS_Q = OWN_IS_Q ? OWN : STREAM, TOKENS_K = OWN_IS_Q ? STREAM : OWN;
-  SharedTile<TOKENS_Q, C::CHUNK> q;
-  SharedTile<TOKENS_K, C::CHUNK> k;
-  SharedTile<TOKENS_Q, C::CHUNK_V> do_;
-  SharedTile<TOKENS_K, C::CHUNK_V> v;
-  SharedTile<STREAM, OWN> weights;  // P or dS, a column an owned token
-  Accumulation lse[TOKENS_Q], delta[TOKENS_Q];
-  using Tile = ScoreTile<TOKENS_Q, TOKENS_K>;
-};
-
-// One head of one batch item, as both kernels see it.
-struct Head {
-  int b, h;
-  KMatrix q_gmem, k_gmem;
-  VMatrix do_gmem, v_gmem;
-  __device__ Head(const Params& p, int b_, int h_, int head_k)
-      : b(b_), h(h_), q_gmem(p.q, b, h, p.seqlen_q), k_gmem(p.k, b, head_k, p.seqlen_k),
-        do_gmem(p.do_, b, h, p.seqlen_q), v_gmem(p.v, b, head_k, p.seqlen_k) {}
-};
+#include "backward.cuh"
 
 // delta_i = <do_i, o_i> - dlse_i, a warp a row; 0 in a row that sees no key, whatever do and dlse
 // hold there.
@@ -64,103 +28,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const __grid_constan
   }
 }
 
-// lse and delta of a query tile, by the whole block. Rows beyond the end are like empty ones.
-template <class Shared>
-__device__ __forceinline__ void load_rows(
-    const Params& p, Shared& smem, int b, int h, long long row0) {
-  for (int i = threadIdx.x; i < Shared::TOKENS_Q; i += THREADS) {
-    const bool inside = row0 + i < p.seqlen_q;
-    smem.lse[i] = inside ? *row_address<Accumulation>(p.lse, b, h, row0 + i) : negative_infinity();
-    smem.delta[i] = inside ? *row_address<Accumulation>(p.delta, b, h, row0 + i) : 0;
-  }
-}
-
-// P = exp(min(S - lse, 0)) and dS = P * (dP - delta) on one tile, from S = scale * Q K^T and
-// dP = dO V^T; both 0 where masked. On return the last chunk of each operand is in shared memory.
-template <bool OWN_IS_Q>
-__device__ __forceinline__ void weights_of_tile(
-    const Params& p, Smem<OWN_IS_Q>& smem, const Head& head,
-    const typename Smem<OWN_IS_Q>::Tile& tile, bool partly, Accumulation (&p_acc)[ROWS][COLUMNS],
-    Accumulation (&ds_acc)[ROWS][COLUMNS], Accumulation& probe) {
-  // An owned operand that fits into one chunk is there already.
-  constexpr bool LOAD_Q = !OWN_IS_Q || CHUNKS > 1, LOAD_K = OWN_IS_Q || CHUNKS > 1;
-  constexpr bool LOAD_DO = !OWN_IS_Q || CHUNKS_V > 1, LOAD_V = OWN_IS_Q || CHUNKS_V > 1;
-  Accumulation s_acc[ROWS][COLUMNS] = {}, dp_acc[ROWS][COLUMNS] = {};
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    if (chunk > 0) __syncthreads();  // the chunk before has been read by all
-    if (LOAD_Q) load_tile(smem.q, head.q_gmem, tile.row0, chunk);
-    if (LOAD_K) load_tile(smem.k, head.k_gmem, tile.column0, chunk);
-    if (chunk == 0) {
-      if (LOAD_DO) load_tile(smem.do_, head.do_gmem, tile.row0, 0);
-      if (LOAD_V) load_tile(smem.v, head.v_gmem, tile.column0, 0);
-      if (!OWN_IS_Q) load_rows(p, smem, head.b, head.h, tile.row0);
-    }
-    __syncthreads();  // q, k, do, v, lse, delta: written by all, read by all
-    if constexpr (OWN_IS_Q)
-      add_inner_products<C::HEAD_DIM>(s_acc, smem.q, smem.k, chunk);
-    else
-      add_inner_products<C::HEAD_DIM>(s_acc, smem.k, smem.q, chunk);
-  }
-#pragma unroll 1
-  for (int chunk = 0; chunk < CHUNKS_V; ++chunk) {
-    if (chunk > 0) {
-      __syncthreads();  // the chunk before has been read by all
-      load_tile(smem.do_, head.do_gmem, tile.row0, chunk);
-      load_tile(smem.v, head.v_gmem, tile.column0, chunk);
-      __syncthreads();  // do, v: written by all, read by all
-    }
-    if constexpr (OWN_IS_Q)
-      add_inner_products<C::HEAD_DIM_V>(dp_acc, smem.do_, smem.v, chunk);
-    else
-      add_inner_products<C::HEAD_DIM_V>(dp_acc, smem.v, smem.do_, chunk);
-  }
-  finish_scores<OWN_IS_Q>(p, tile, partly, s_acc, probe);
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-      const int row = OWN_IS_Q ? own_row(i) : stream_column(j);
-      const bool masked = is_masked(s_acc[i][j]) || is_masked(smem.lse[row]);
-      p_acc[i][j] = weigh_by_lse(s_acc[i][j], smem.lse[row]);
-      ds_acc[i][j] = masked ? 0 : p_acc[i][j] * (dp_acc[i][j] - smem.delta[row]);
-    }
-}
-
-// result += weights x, chunk by chunk of x; reload(chunk) brings a chunk that is not there.
-template <int CHUNKS_, int COLUMNS_, class Weights, class Stream, class Reload>
-__device__ __forceinline__ void add_result(
-    Accumulation (&result)[CHUNKS_][ROWS][COLUMNS_], const Weights& weights, const Stream& x,
-    Reload reload) {
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS_; ++chunk) {
-    if (CHUNKS_ > 1) {
-      __syncthreads();  // the chunk before has been read by all
-      reload(chunk);
-      __syncthreads();  // x: written by all, read by all
-    }
-    add_outer_products(result[chunk], weights, x);
-  }
-}
-
-// Adds 0 times every number to the probe: NaN if one is not finite.
-template <int CHUNKS_, int COLUMNS_>
-__device__ __forceinline__ void probe_result(
-    const Accumulation (&result)[CHUNKS_][ROWS][COLUMNS_], Accumulation& probe) {
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS_; ++chunk)
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-      for (int j = 0; j < COLUMNS_; ++j)
-        probe = multiply_add(result[chunk][i][j], Accumulation(0), probe);
-}
-
-// One tile of dk and dv, summed over the query heads of the group. Stores nothing and returns false
-// where the careful path has to do it (as in forward.cu).
-__device__ __forceinline__ bool dk_dv_tile(
-    const Params& p, Smem<false>& smem, int b, int head_k, long long column0) {
+// One tile of dk and dv, summed over the query heads of the group, or a segment of one. Stores
+// nothing and returns false where the careful path has to do it (as in forward.cu).
+__device__ __forceinline__ bool dk_dv_tile(const Params& p, Smem<false>& smem, Item item) {
   // 1 coordinates, 2 state
+  const int b = item.b, head_k = item.head;
+  const long long column0 = item.tile * OWN;
   const int group = int(p.heads_q / p.heads_k);
   Accumulation dk_acc[CHUNKS][ROWS][COLUMNS_D] = {}, dv_acc[CHUNKS_V][ROWS][COLUMNS_DV] = {};
   Accumulation probe = first_probe(p);
@@ -174,7 +47,7 @@ __device__ __forceinline__ bool dk_dv_tile(
     const auto tile_at = [&](long long tile) {
       return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
     };
-    Walk walk((p.seqlen_q + STREAM - 1) / STREAM);
+    Walk walk((p.seqlen_q + STREAM - 1) / STREAM, item.visits);
     long long tile;
     bool partly;
     while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
@@ -199,21 +72,25 @@ __device__ __forceinline__ bool dk_dv_tile(
   // 6 is all of it finite? 7 store
   probe_result(dk_acc, probe);
   probe_result(dv_acc, probe);
-  if (__syncthreads_or(!is_finite(probe))) return false;
-  const KMatrix dk_gmem(p.dk, b, head_k, p.seqlen_k);
-  const VMatrix dv_gmem(p.dv, b, head_k, p.seqlen_k);
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; ++chunk)
-    store_result(dk_gmem, column0, chunk * C::CHUNK, dk_acc[chunk], Accumulation(p.scale));
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS_V; ++chunk)
-    store_result(dv_gmem, column0, chunk * C::CHUNK_V, dv_acc[chunk]);
+  const bool is_bad = __syncthreads_or(!is_finite(probe));
+  const Accumulation scale = Accumulation(p.scale);
+  if (item.is_split()) {
+    const Partial partial(p, item.slot);
+    const Accumulation nan = negative_infinity() - negative_infinity();
+    store_chunks(partial.dq_or_dk(), 0, dk_acc, is_bad ? nan : scale);
+    store_chunks(partial.dv(), 0, dv_acc, is_bad ? nan : Accumulation(1));
+    return true;
+  }
+  if (is_bad) return false;
+  store_chunks(KMatrix(p.dk, b, head_k, p.seqlen_k), column0, dk_acc, scale);
+  store_chunks(VMatrix(p.dv, b, head_k, p.seqlen_k), column0, dv_acc, 1);
   return true;
 }
 
-// One tile of dq, by the same rules.
+// One tile of dq, or a segment of one, by the same rules.
 __device__ __forceinline__ bool dq_tile(
-    const Params& p, Smem<true>& smem, const Head& head, long long row0) {
+    const Params& p, Smem<true>& smem, const Head& head, Item item) {
+  const long long row0 = item.tile * OWN;
   // 2 state
   Accumulation dq_acc[CHUNKS][ROWS][COLUMNS_D] = {};
   Accumulation probe = first_probe(p);
@@ -225,7 +102,7 @@ __device__ __forceinline__ bool dq_tile(
   const auto tile_at = [&](long long tile) {
     return Smem<true>::Tile{head.b, head.h, row0, tile * STREAM};
   };
-  Walk walk((p.seqlen_k + STREAM - 1) / STREAM);
+  Walk walk((p.seqlen_k + STREAM - 1) / STREAM, item.visits);
   long long tile;
   bool partly;
   while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
@@ -241,11 +118,15 @@ __device__ __forceinline__ bool dq_tile(
   }
   // 6 is all of it finite? 7 store
   probe_result(dq_acc, probe);
-  if (__syncthreads_or(!is_finite(probe))) return false;
-  const KMatrix dq_gmem(p.dq, head.b, head.h, p.seqlen_q);
-#pragma unroll
-  for (int chunk = 0; chunk < CHUNKS; ++chunk)
-    store_result(dq_gmem, row0, chunk * C::CHUNK, dq_acc[chunk], Accumulation(p.scale));
+  const bool is_bad = __syncthreads_or(!is_finite(probe));
+  const Accumulation scale = Accumulation(p.scale);
+  if (item.is_split()) {
+    const Accumulation nan = negative_infinity() - negative_infinity();
+    store_chunks(Partial(p, item.slot).dq_or_dk(), 0, dq_acc, is_bad ? nan : scale);
+    return true;
+  }
+  if (is_bad) return false;
+  store_chunks(KMatrix(p.dq, head.b, head.h, p.seqlen_q), row0, dq_acc, scale);
   return true;
 }
 
@@ -267,51 +148,47 @@ struct CarefulPair {
   }
 };
 
+// One key of dk and dv by the definition, by a warp.
 __device__ __forceinline__ void careful_dk_dv(
-    const Params& p, int b, int head_k, long long column0) {
+    const Params& p, int b, int head_k, long long column0, int own) {
   const int group = int(p.heads_q / p.heads_k);
-  const KMatrix dk_gmem(p.dk, b, head_k, p.seqlen_k);
-  const VMatrix dv_gmem(p.dv, b, head_k, p.seqlen_k);
-  for (int own = threadIdx.x / 32; own < OWN; own += THREADS / 32) {
-    const long long key = column0 + own;
-    if (key >= p.seqlen_k) break;
-    CarefulSum<C::HEAD_DIM> dk;
-    CarefulSum<C::HEAD_DIM_V> dv;
-    for (int member = 0; member < group; ++member) {
-      const Head head(p, b, head_k * group + member, head_k);
-      const auto tile_at = [&](long long tile) {
-        return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
-      };
-      visit_tokens<false, STREAM>(
-          p, (p.seqlen_q + STREAM - 1) / STREAM, tile_at, own,
-          [&](long long row0, long long row, bool allowed) {
-            const CarefulPair pair(p, head, row, key, allowed);
-            dv.add(head.do_gmem, row0, pair.weight, pair.attended);
-            dk.add(head.q_gmem, row0, pair.dx, pair.attended);
-          });
-    }
-    dk.store(dk_gmem, key);
-    dv.store(dv_gmem, key);
+  const long long key = column0 + own;
+  if (key >= p.seqlen_k) return;
+  CarefulSum<C::HEAD_DIM> dk;
+  CarefulSum<C::HEAD_DIM_V> dv;
+  for (int member = 0; member < group; ++member) {
+    const Head head(p, b, head_k * group + member, head_k);
+    const auto tile_at = [&](long long tile) {
+      return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
+    };
+    visit_tokens<false, STREAM>(
+        p, (p.seqlen_q + STREAM - 1) / STREAM, tile_at, own,
+        [&](long long row0, long long row, bool allowed) {
+          const CarefulPair pair(p, head, row, key, allowed);
+          dv.add(head.do_gmem, row0, pair.weight, pair.attended);
+          dk.add(head.q_gmem, row0, pair.dx, pair.attended);
+        });
   }
+  dk.store(KMatrix(p.dk, b, head_k, p.seqlen_k), key);
+  dv.store(VMatrix(p.dv, b, head_k, p.seqlen_k), key);
 }
 
-__device__ __forceinline__ void careful_dq(const Params& p, const Head& head, long long row0) {
-  const KMatrix dq_gmem(p.dq, head.b, head.h, p.seqlen_q);
+// One row of dq by the definition, by a warp.
+__device__ __forceinline__ void careful_dq(
+    const Params& p, const Head& head, long long row0, int own) {
   const auto tile_at = [&](long long tile) {
     return Smem<true>::Tile{head.b, head.h, row0, tile * STREAM};
   };
-  for (int own = threadIdx.x / 32; own < OWN; own += THREADS / 32) {
-    const long long row = row0 + own;
-    if (row >= p.seqlen_q) break;
-    CarefulSum<C::HEAD_DIM> dq;
-    visit_tokens<true, STREAM>(
-        p, (p.seqlen_k + STREAM - 1) / STREAM, tile_at, own,
-        [&](long long key0, long long key, bool allowed) {
-          const CarefulPair pair(p, head, row, key, allowed);
-          dq.add(head.k_gmem, key0, pair.dx, pair.attended);
-        });
-    dq.store(dq_gmem, row);
-  }
+  const long long row = row0 + own;
+  if (row >= p.seqlen_q) return;
+  CarefulSum<C::HEAD_DIM> dq;
+  visit_tokens<true, STREAM>(
+      p, (p.seqlen_k + STREAM - 1) / STREAM, tile_at, own,
+      [&](long long key0, long long key, bool allowed) {
+        const CarefulPair pair(p, head, row, key, allowed);
+        dq.add(head.k_gmem, key0, pair.dx, pair.attended);
+      });
+  dq.store(KMatrix(p.dq, head.b, head.h, p.seqlen_q), row);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
@@ -319,12 +196,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   extern __shared__ Vector shared_memory[];
   auto& smem = *(Smem<false>*)shared_memory;
   static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
-  const long long tiles = (p.seqlen_k + OWN - 1) / OWN;
-  const long long items = p.batch * p.heads_k * tiles;
-  for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-    const int b = int(item / tiles / p.heads_k), head_k = int(item / tiles % p.heads_k);
-    const long long column0 = item % tiles * OWN;
-    if (!dk_dv_tile(p, smem, b, head_k, column0)) careful_dk_dv(p, b, head_k, column0);
+  const WorkList<KeyTiles> list(p);
+  const long long items = list.items(p);
+  for (long long at = blockIdx.x; at < items; at += gridDim.x) {
+    const Item item = list.item(p, at);
+    if (!dk_dv_tile(p, smem, item)) {
+      for (int own = threadIdx.x / 32; own < OWN; own += THREADS / 32)
+        careful_dk_dv(p, item.b, item.head, item.tile * OWN, own);
+    }
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
 }
@@ -334,13 +213,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   extern __shared__ Vector shared_memory[];
   auto& smem = *(Smem<true>*)shared_memory;
   static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
-  const long long tiles = (p.seqlen_q + OWN - 1) / OWN;
-  const long long items = p.batch * p.heads_q * tiles;
-  for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-    const int b = int(item / tiles / p.heads_q), h = int(item / tiles % p.heads_q);
-    const long long row0 = (tiles - 1 - item % tiles) * OWN;
-    const Head head(p, b, h, int(h / (p.heads_q / p.heads_k)));
-    if (!dq_tile(p, smem, head, row0)) careful_dq(p, head, row0);
+  const WorkList<QueryTiles> list(p);
+  const long long items = list.items(p);
+  for (long long at = blockIdx.x; at < items; at += gridDim.x) {
+    const Item item = list.item(p, at);
+    const Head head(p, item.b, item.head, int(item.head / (p.heads_q / p.heads_k)));
+    if (!dq_tile(p, smem, head, item)) {
+      for (int own = threadIdx.x / 32; own < OWN; own += THREADS / 32)
+        careful_dq(p, head, item.tile * OWN, own);
+    }
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
 }
+
+#if HAS_ORDER
+extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {
+  count_visits<QueryTiles>(p);
+  count_visits<KeyTiles>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) arrange(const __grid_constant__ Params p) {
+  arrange_rows<QueryTiles>(p);
+  arrange_rows<KeyTiles>(p);
+}
+
+// One token of a split tile: the sum of the segments' parts. False where it is not finite: a
+// segment asked for the careful path, or its part is beyond the type of the sums.
+template <int WIDTH, class PartAt>
+__device__ __forceinline__ bool combine_parts(
+    const Matrix<WIDTH>& x, long long token, long long segments, PartAt part_at) {
+  bool finite = true;
+  for (int column = threadIdx.x % 32; column < WIDTH; column += 32) {
+    Accumulation sum = 0;
+    for (long long segment = 0; segment < segments; ++segment) sum += part_at(segment, column);
+    finite = finite && is_finite(sum);
+    x.set(token, column, sum);
+  }
+  return __ballot_sync(ALL_LANES, !finite) == 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    combine_dk_dv(const __grid_constant__ Params p) {
+  combine_tokens<KeyTiles>(p, [&](const Item& item, int own, const Slots& slots) {
+    const long long key = item.tile * OWN + own;
+    if (key >= p.seqlen_k) return;
+    const bool finite_dk = combine_parts(
+        KMatrix(p.dk, item.b, item.head, p.seqlen_k), key, slots.count,
+        [&](long long n, int column) { return Partial(p, slots[n]).dq_or_dk().at(own, column); });
+    const bool finite_dv = combine_parts(
+        VMatrix(p.dv, item.b, item.head, p.seqlen_k), key, slots.count,
+        [&](long long n, int column) { return Partial(p, slots[n]).dv().at(own, column); });
+    if (!finite_dk || !finite_dv) careful_dk_dv(p, item.b, item.head, item.tile * OWN, own);
+  });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) combine_dq(const __grid_constant__ Params p) {
+  combine_tokens<QueryTiles>(p, [&](const Item& item, int own, const Slots& slots) {
+    const long long row = item.tile * OWN + own;
+    if (row >= p.seqlen_q) return;
+    const bool finite = combine_parts(
+        KMatrix(p.dq, item.b, item.head, p.seqlen_q), row, slots.count,
+        [&](long long n, int column) { return Partial(p, slots[n]).dq_or_dk().at(own, column); });
+    if (finite) return;
+    const Head head(p, item.b, item.head, int(item.head / (p.heads_q / p.heads_k)));
+    careful_dq(p, head, item.tile * OWN, own);
+  });
+}
+#endif

@@ -56,7 +56,8 @@ struct CarefulSum {
 template <bool OWN_IS_Q, int STREAM, class TileAt, class Visit>
 __device__ __forceinline__ void visit_tokens(
     const Params& p, long long tiles, TileAt tile_at, int own, Visit visit) {
-  Walk walk(tiles);
+  Visits all;
+  Walk walk(tiles, all);
   long long tile;
   bool partly;
   while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {

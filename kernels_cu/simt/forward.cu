@@ -3,6 +3,7 @@
 // A block owns BLOCK_Q query rows of one head and streams the key tiles past them. Scores, weights
 // and sums are float32 (float64 for float64); a head dimension wider than a chunk goes through
 // shared memory chunk by chunk. Dao 2023, arXiv:2307.08691, Algorithm 1.
+#include "../order.cuh"
 #include "careful.cuh"
 
 using C = Config;
@@ -20,7 +21,8 @@ struct Smem {
 };
 static_assert(sizeof(Smem) == C::SHARED_BYTES, "cuflash/plan.py counts the same bytes");
 
-using Tile = ScoreTile<C::BLOCK_Q, C::BLOCK_K>;
+using Owned = Ownership<true, C::BLOCK_Q, C::BLOCK_K>;
+using Tile = Owned::Tile;
 
 // One head of one batch item, seqlen x head_dim each.
 struct Head {
@@ -36,10 +38,27 @@ struct Head {
   __device__ VMatrix o(const Params& p) const { return VMatrix(p.o, b, h, p.seqlen_q); }
 };
 
-// One tile of o and lse. Where a result or an attended score is not finite it stores nothing and
-// returns false: the careful path then has to do the tile.
+// What a block that shares its tile with others leaves: o of its own keys, and the state of each
+// row. A row_sum of NaN: something was not finite, the careful path has to do the row.
+struct Partial {
+  Accumulation* start;
+  __device__ Partial(const Params& p, long long slot)
+      : start((Accumulation*)p.partials + slot * C::PARTIAL_NUMBERS) {}
+  __device__ Matrix<C::HEAD_DIM_V, Accumulation> o() const {
+    const Tensor rows{start, 0, C::HEAD_DIM_V, 0, 1};
+    return Matrix<C::HEAD_DIM_V, Accumulation>(rows, 0, 0, C::BLOCK_Q);
+  }
+  __device__ RowState<Accumulation>& row(int own) const {
+    return ((RowState<Accumulation>*)(start + C::BLOCK_Q * C::HEAD_DIM_V))[own];
+  }
+};
+static_assert(C::PARTIAL_NUMBERS == C::BLOCK_Q * (C::HEAD_DIM_V + 2), "as cuflash/plan.py says");
+
+// One tile of o and lse, or a segment of one. Where a result or an attended score is not finite it
+// stores nothing and returns false: the careful path then has to do the tile.
 __device__ __forceinline__ bool forward_tile(
-    const Params& p, Smem& smem, const Head& head, long long row0) {
+    const Params& p, Smem& smem, const Head& head, Item item) {
+  const long long row0 = item.tile * C::BLOCK_Q;
   const auto q_gmem = head.q(p), k_gmem = head.k(p);
   const auto v_gmem = head.v(p);
   // 2 state of this thread's rows
@@ -51,7 +70,7 @@ __device__ __forceinline__ bool forward_tile(
   if (CHUNKS == 1) load_tile(smem.q, q_gmem, row0, 0);
 
   // 4, 5 over the key tiles that the mask does not skip, whole and partly attended ones
-  Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K);
+  Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K, item.visits);
   const auto tile_at = [&](long long tile) {
     return Tile{head.b, head.h, row0, tile * C::BLOCK_K};
   };
@@ -119,9 +138,22 @@ __device__ __forceinline__ bool forward_tile(
         o_acc[chunk][i][j] *= factor;
       }
   }
-  if (__syncthreads_or(!is_finite(probe))) return false;
+  const bool is_bad = __syncthreads_or(!is_finite(probe));
 
   // 7 store
+  if (item.is_split()) {
+    const Partial partial(p, item.slot);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      if (is_bad) row[i].row_sum = negative_infinity() - negative_infinity();
+      if (thread_column() == 0) partial.row(own_row(i)) = row[i];
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < CHUNKS_V; ++chunk)
+      store_result(partial.o(), 0, chunk * C::CHUNK_V, o_acc[chunk]);
+    return true;
+  }
+  if (is_bad) return false;
   const auto o_gmem = head.o(p);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
@@ -135,55 +167,95 @@ __device__ __forceinline__ bool forward_tile(
   return true;
 }
 
-// The same tile by the definition: lse first, then o with normalised weights; a warp a row.
+// One row of that by the definition: lse first, then o with normalised weights. By a warp.
 __device__ __forceinline__ void careful_forward(
-    const Params& p, const Head& head, long long row0) {
+    const Params& p, const Head& head, long long row0, int own) {
   const auto q_gmem = head.q(p), k_gmem = head.k(p);
   const auto v_gmem = head.v(p);
   const auto tile_at = [&](long long tile) {
     return Tile{head.b, head.h, row0, tile * C::BLOCK_K};
   };
   const long long tiles = (p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K;
+  const long long at = row0 + own;
+  if (at >= p.seqlen_q) return;
+  double lse = 0;
+  CarefulSum<C::HEAD_DIM_V> o;
+  RowState<double> row;
 #pragma unroll 1
-  for (int own = threadIdx.x / 32; own < C::BLOCK_Q; own += THREADS / 32) {
-    const long long at = row0 + own;
-    if (at >= p.seqlen_q) break;
-    double lse = 0;
-    CarefulSum<C::HEAD_DIM_V> o;
-    RowState<double> row;
-#pragma unroll 1
-    for (int pass = 0; pass < 2; ++pass) {
-      visit_tokens<true, C::BLOCK_K>(
-          p, tiles, tile_at, own, [&](long long key0, long long key, bool attended) {
-            double s = negative_infinity<double>();
-            if (attended) s = careful_product(q_gmem, at, k_gmem, key, p.scale);
-            if (pass == 0) {
-              row.raise(s);
-              row.row_sum += row.weigh(s);
-            } else {
-              o.add(v_gmem, key0, natural_exp(s - lse), !is_masked(s));
-            }
-          });
-      if (pass == 0) lse = row.over_lanes().lse();
-    }
-    o.store(head.o(p), at);
-    if (p.lse.pointer != nullptr && threadIdx.x % 32 == 0)
-      *row_address<Accumulation>(p.lse, head.b, head.h, at) = Accumulation(lse);
+  for (int pass = 0; pass < 2; ++pass) {
+    visit_tokens<true, C::BLOCK_K>(
+        p, tiles, tile_at, own, [&](long long key0, long long key, bool attended) {
+          double s = negative_infinity<double>();
+          if (attended) s = careful_product(q_gmem, at, k_gmem, key, p.scale);
+          if (pass == 0) {
+            row.raise(s);
+            row.row_sum += row.weigh(s);
+          } else {
+            o.add(v_gmem, key0, natural_exp(s - lse), !is_masked(s));
+          }
+        });
+    if (pass == 0) lse = row.over_lanes().lse();
   }
+  o.store(head.o(p), at);
+  if (p.lse.pointer != nullptr && threadIdx.x % 32 == 0)
+    *row_address<Accumulation>(p.lse, head.b, head.h, at) = Accumulation(lse);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
   Smem& smem = *(Smem*)shared_memory;
-  const long long tiles = (p.seqlen_q + C::BLOCK_Q - 1) / C::BLOCK_Q;
-  const long long items = p.batch * p.heads_q * tiles;
-  for (long long item = blockIdx.x; item < items; item += gridDim.x) {
-    // 1 coordinates. The last tile of a head comes first: under a causal mask it is the longest.
-    const int b = int(item / tiles / p.heads_q), h = int(item / tiles % p.heads_q);
-    const long long row0 = (tiles - 1 - item % tiles) * C::BLOCK_Q;
-    const Head head(p, b, h);
-    if (!forward_tile(p, smem, head, row0)) careful_forward(p, head, row0);
+  const WorkList<Owned> list(p);
+  const long long items = list.items(p);
+  for (long long at = blockIdx.x; at < items; at += gridDim.x) {
+    // 1 coordinates, the longest tile first
+    const Item item = list.item(p, at);
+    const Head head(p, item.b, item.head);
+    if (!forward_tile(p, smem, head, item)) {
+#pragma unroll 1
+      for (int own = threadIdx.x / 32; own < C::BLOCK_Q; own += THREADS / 32)
+        careful_forward(p, head, item.tile * C::BLOCK_Q, own);
+    }
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
 }
+
+#if HAS_ORDER
+extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {
+  count_visits<Owned>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) arrange(const __grid_constant__ Params p) {
+  arrange_rows<Owned>(p);
+}
+
+// o and lse of split tiles. The maximum and the sum of each segment, not its lse, are merged: the
+// difference of two maxima is exact at any size of s.
+extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
+  combine_tokens<Owned>(p, [&](const Item& item, int own, const Slots& slots) {
+    const Head head(p, item.b, item.head);
+    const long long at = item.tile * C::BLOCK_Q + own;
+    const int lane = threadIdx.x % 32;
+    if (at >= p.seqlen_q) return;
+    RowState<Accumulation> mine;
+    for (long long segment = lane; segment < slots.count; segment += 32)
+      mine.merge(Partial(p, slots[segment]).row(own));
+    const RowState<Accumulation> row = mine.over_lanes();
+    if (!is_finite(row.row_sum)) return careful_forward(p, head, item.tile * C::BLOCK_Q, own);
+    const auto o_gmem = head.o(p);
+    const Accumulation factor = row.row_sum == 0 ? 0 : Accumulation(1) / row.row_sum;
+    for (int column = lane; column < C::HEAD_DIM_V; column += 32) {
+      Accumulation sum = 0;
+      for (long long segment = 0; segment < slots.count; ++segment) {
+        const Partial partial(p, slots[segment]);
+        const RowState<Accumulation> part = partial.row(own);
+        const Accumulation weight = part.row_sum * row.weigh(part.row_max) * factor;
+        sum = multiply_add(weight, partial.o().at(own, column), sum);
+      }
+      o_gmem.set(at, column, sum);
+    }
+    if (p.lse.pointer != nullptr && lane == 0)
+      *row_address<Accumulation>(p.lse, head.b, head.h, at) = row.lse();
+  });
+}
+#endif

@@ -12,12 +12,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cuflash import plan
 from cuflash.arrays import View, take
-from cuflash.gpu import launch, source
+from cuflash.gpu import launch, schedule, source
 from cuflash.problem import Problem
 
 HEADER = Path(__file__).with_name("cuda.hpp")
@@ -50,6 +51,9 @@ class Emulated:
 def build(text: str) -> Emulated:
     """Compile a CUDA text; the library is kept in the temporary folder under its hash."""
     text = re.sub(r"#pragma unroll.*", "", text)
+    compiled = text
+    if "#define HAS_ORDER 0" in text:
+        compiled = re.sub(r"#if HAS_ORDER\n.*?\n#endif", "", text, flags=re.DOTALL)
     entries = "".join(
         f"""
 extern "C" int emulate_{name}(const void* bytes, unsigned grid, unsigned threads, int reverse) {{
@@ -58,7 +62,7 @@ extern "C" int emulate_{name}(const void* bytes, unsigned grid, unsigned threads
   return emulator::run([&] {{ {name}(p); }}, grid, threads, reverse, shared_memory,
                        sizeof(shared_memory));
 }}"""
-        for name in _KERNEL.findall(text)
+        for name in _KERNEL.findall(compiled)
     )
     whole = (
         f'#include "{HEADER}"\n#line 1 "text"\n{text}\n'
@@ -88,6 +92,9 @@ def attention(
     arch: int = 90,
     reverse: bool = False,
     edit: Callable[[str], str] = lambda text: text,
+    blocks: int = 8,
+    grid: Callable[[int], int] = lambda grid: (grid + 1) // 2,
+    keep: dict[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Forward and, where `do` is among the inputs, backward by the kernels for `arch`.
 
@@ -96,6 +103,10 @@ def attention(
     inputs : q, k, v (batch, seqlen, heads, dim), any strides; do, dlse for backward, which may also
         bring its own o and lse
     edit : changes the CUDA text, to see what a wrong kernel does
+    blocks : that the GPU is said to hold at a time
+    grid : changes how many blocks are launched. By default fewer than items: then the grid-stride
+        loops are walked too
+    keep : takes the workspaces of both passes, by "pass name"
 
     Returns
     -------
@@ -107,15 +118,16 @@ def attention(
     def make(name: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
         arrays[name] = np.full(shape, np.nan, dtype)
 
+    options = {"arch": arch, "reverse": reverse, "edit": edit, "blocks": blocks, "grid": grid}
     b, h, s, d_v = problem.batch, problem.heads_q, problem.seqlen_q, problem.head_dim_v
     if "o" not in arrays:
         make("o", (b, s, h, d_v), arrays["q"].dtype)
         make("lse", (b, h, s), accumulation)
-        _run("forward", problem, arrays, captures, arch, reverse, edit)
+        _run("forward", problem, arrays, captures, options, keep)
     if "do" in arrays:
         for name in "qkv":
             make(f"d{name}", arrays[name].shape, arrays["q"].dtype)
-        _run("backward", problem, arrays, captures, arch, reverse, edit)
+        _run("backward", problem, arrays, captures, options, keep)
     return {name: arrays[name] for name in ("o", "lse", "dq", "dk", "dv") if name in arrays}
 
 
@@ -124,29 +136,31 @@ def _run(
     problem: Problem,
     arrays: dict[str, np.ndarray],
     captures: Sequence[np.ndarray],
-    arch: int,
-    reverse: bool,
-    edit: Callable[[str], str],
+    options: dict[str, Any],
+    keep: dict[str, np.ndarray] | None,
 ) -> None:
-    config = plan.simt_config(
-        name, problem.dtype, problem.head_dim, problem.head_dim_v, plan.shared_limit_of(arch)
-    )
+    limit = plan.shared_limit_of(options["arch"])
+    config = plan.simt_config(name, problem.dtype, problem.head_dim, problem.head_dim_v, limit)
     text = launch.call_text(problem)
-    kernels = build(edit(source.text(config, text)))
-    for workspace, shape, dtype in launch.workspaces(problem, name == "backward"):
+    kernels = build(options["edit"](source.text(config, text)))
+    made = []
+    for workspace, shape, dtype in launch.workspaces(config, problem, options["blocks"]):
         arrays[workspace] = np.full(shape, -1 if dtype == "int64" else np.nan, dtype)
+        made.append(workspace)
     views = {each: _view(array) for each, array in arrays.items()}
     words: list[int] = []
     if text is not None:
         tables = arrays.get("tables")
         pointer = 0 if tables is None else tables.ctypes.data
         words = text.pack(problem, [_view(array) for array in captures], pointer)
-        if text.tables:
-            kernels.launch("tabulate", launch.pack(problem, views, words), 2, 128, reverse)
     params = launch.pack(problem, views, words)
-    for kernel, grid in launch.grids(config, problem).items():
-        # fewer blocks than items: the grid-stride loop is walked too
-        kernels.launch(kernel, params, (grid + 1) // 2, config.threads, reverse)
+    for step in schedule.steps(config, problem, text, options["blocks"]):
+        grid = options["grid"](step.grid)
+        kernels.launch(step.kernel, params, grid, step.threads, options["reverse"])
+    for workspace in made:
+        array = arrays.pop(workspace)
+        if keep is not None:
+            keep[f"{name} {workspace}"] = array
 
 
 def _view(array: np.ndarray) -> View:

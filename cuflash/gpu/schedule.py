@@ -1,0 +1,152 @@
+"""What a pass launches, in order, and the work lists of uneven masks: the host's half of order.cuh.
+
+A mask whose owned tiles differ in length is worked longest first, and tiles of very many visits are
+split among blocks (`kernels_cu/order.cuh` says how). The host knows no length: it reserves room for
+a list of any lengths, and launches blocks for the longest one; blocks beyond the list end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from cuflash.plan import BUCKETS, LEAST_VISITS, SLOTS, Config
+from cuflash.problem import Problem
+
+if TYPE_CHECKING:
+    from cuflash.expr.text import CallText
+
+KERNELS = {"forward": ("forward",), "backward": ("delta", "dk_dv", "dq")}
+ORDER_KERNELS = {
+    "forward": ("count", "arrange", "combine"),
+    "backward": ("count", "arrange", "combine_dk_dv", "combine_dq"),
+}
+
+_MAX_GRID = 2**31 - 1  # blocks of a one-dimensional grid; kernels loop over what is left
+_TABULATE_THREADS = 128
+
+
+class Step(NamedTuple):
+    """One launch."""
+
+    kernel: str
+    grid: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """The size of one list of order.cuh.
+
+    rows : owned tiles that the mask tells apart
+    copies : batch items and heads that one row stands for
+    slots : results of segments that fit in, a copy; the lists of a pass take turns with them
+    """
+
+    rows: int
+    copies: int
+    slots: int
+
+    @property
+    def words(self) -> int:
+        """Its 8-byte words: two counts, visits, segments, splits."""
+        return 2 + self.rows + 3 * (self.rows + self.slots) + 3 * (self.slots // 2)
+
+    @property
+    def blocks(self) -> int:
+        """Segments of all copies, at most."""
+        return (self.rows + self.slots) * self.copies
+
+
+def kernels(config: Config, text: CallText | None) -> tuple[str, ...]:
+    """Every kernel in a text; all are loaded, some problems launch fewer."""
+    names = KERNELS[config.kernel]
+    if text is not None:
+        names += ("tabulate",) * bool(text.tables)
+        names += ORDER_KERNELS[config.kernel] * text.has_order
+    return names
+
+
+def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) -> list[Step]:
+    """The launches of a pass; those with nothing to do are left out.
+
+    blocks : that the GPU holds at a time
+    """
+    result: list[Step] = []
+
+    def add(kernel: str, grid: int, threads: int = config.threads, shared: int = 0) -> None:
+        if grid > 0:
+            result.append(Step(kernel, min(grid, _MAX_GRID), threads, shared))
+
+    if text is not None and text.tables:
+        entries = text.table_elements(problem) // 2
+        grid = min(max(1, -(-entries // _TABULATE_THREADS)), 1024)
+        add("tabulate", grid, _TABULATE_THREADS)
+    lists, warps = work_lists(config, problem, text, blocks), config.threads // 32
+    if lists:
+        add("count", max(each.rows for each in lists.values()))
+        add("arrange", -(-BUCKETS // warps))
+    owned = _owned_tiles(config, problem)
+    for kernel in KERNELS[config.kernel]:
+        if kernel == "delta":
+            add(kernel, -(-problem.batch * problem.heads_q * problem.seqlen_q // warps))
+            continue
+        name = "order_k" if kernel == "dk_dv" else "order_q"
+        grid = lists[name].blocks if name in lists else prod(owned[name][:2])
+        add(kernel, grid, shared=config.shared_bytes)
+        if name in lists:
+            splits = lists[name].slots // 2 * lists[name].copies
+            combine = "combine" if config.kernel == "forward" else f"combine_{kernel}"
+            add(combine, min(-(-splits * config.block_q // warps), 4 * blocks))
+    return result
+
+
+def workspaces(
+    config: Config, problem: Problem, text: CallText | None, blocks: int
+) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and dtype of the lists and of the results of segments."""
+    lists = work_lists(config, problem, text, blocks)
+    specs: list[tuple[str, tuple[int, ...], str]] = [
+        (name, (each.words,), "int64") for name, each in lists.items()
+    ]
+    slots = max((each.slots * each.copies for each in lists.values()), default=0)
+    if slots:
+        specs.append(("partials", (slots, config.partial_numbers), problem.accumulation))
+    return specs
+
+
+def work_lists(
+    config: Config, problem: Problem, text: CallText | None, blocks: int
+) -> dict[str, WorkList]:
+    """The lists of a pass, by the field of `struct Params`; none where one changes nothing."""
+    owned = _owned_tiles(config, problem)
+    if text is None or not text.has_order or not all(heads * n for heads, n, _ in owned.values()):
+        return {}
+    # of a tile, no more segments than of the least length, and two at least
+    useful = max(
+        heads * tiles * (visits // LEAST_VISITS if visits >= 2 * LEAST_VISITS else 0)
+        for heads, tiles, visits in owned.values()
+    )
+    slots = min(SLOTS * blocks, useful)
+    if not slots and all(heads * tiles <= blocks for heads, tiles, _ in owned.values()):
+        return {}  # all tiles are worked at the same time
+    result = {}
+    for name, (heads, tiles, _) in owned.items():
+        own_heads = heads // problem.batch if text.by_head else 1
+        planes = own_heads * (problem.batch if text.by_batch else 1)
+        copies = heads // planes
+        result[name] = WorkList(planes * tiles, copies, slots // copies)
+    return result
+
+
+def _owned_tiles(config: Config, problem: Problem) -> dict[str, tuple[int, int, int]]:
+    """By list: heads that own tiles, tiles of each, visits of one tile at most."""
+    own_q, own_k = (-(-n // config.block_q) for n in (problem.seqlen_q, problem.seqlen_k))
+    pass_q, pass_k = (-(-n // config.block_k) for n in (problem.seqlen_q, problem.seqlen_k))
+    result = {"order_q": (problem.batch * problem.heads_q, own_q, pass_k)}
+    if config.kernel == "backward":
+        visits = pass_q * (problem.heads_q // max(problem.heads_k, 1))
+        result["order_k"] = problem.batch * problem.heads_k, own_k, visits
+    return result
