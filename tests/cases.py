@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scores import SCORES, Scored
 
 import cuflash
 
@@ -32,6 +33,7 @@ class Case:
     head_dim_v: int = 16
     dtype: str = "float32"
     mask: str = "none"
+    score: str = "none"
     layout: str = "bshd"
     ndim: int = 4
     scale: float | None = None
@@ -43,6 +45,7 @@ class Case:
             f"s{self.seqlen_q}x{self.seqlen_k}",
         ]
         parts += [f"d{self.head_dim}:{self.head_dim_v}", self.dtype, self.mask]
+        parts += [self.score] * (self.score != "none")
         parts += [self.layout] * (self.layout != "bshd") + [f"{self.ndim}d"] * (self.ndim != 4)
         return "-".join(parts)
 
@@ -82,6 +85,8 @@ class Case:
     def options(self, convert: Callable[[np.ndarray], Any] = np.asarray) -> dict[str, Any]:
         """Options of the call; `convert` makes the caller's arrays of those that masks capture."""
         options = MASKS[self.mask].options(self, convert)
+        if self.score != "none":
+            options |= SCORES[self.score].options(Scored(self).params(convert))
         if self.layout != "bshd":
             options["layout"] = self.layout
         return options if self.scale is None else {**options, "scale": self.scale}
@@ -384,6 +389,17 @@ def _table() -> list[Case]:
         rows.append(replace(small, layout=layout, mask="documents-causal"))
         rows.append(replace(small, layout=layout, ndim=3, batch=1, mask="causal"))
         rows.append(replace(small, layout=layout, ndim=2, batch=1, heads_q=1, heads_k=1))
+    for score in SCORES:
+        rows += [replace(small, dtype=dtype, score=score) for dtype in DTYPES]
+        for mask in ("causal", "documents", "array-empty-rows"):
+            rows.append(replace(small, mask=mask, score=score))
+    for score in ("chain-sink", "table"):
+        gqa = {"heads_q": 9, "heads_k": 3, "seqlen_q": 65, "seqlen_k": 70, "score": score}
+        rows.append(replace(small, mask="window", **gqa))
+        rows.append(replace(small, mask="causal", layout="bhsd", ndim=3, batch=1, score=score))
+        rows.append(replace(small, seqlen_q=129, seqlen_k=33, mask="causal", score=score))
+        rows.append(replace(small, seqlen_q=1, seqlen_k=200, score=score))
+        rows.append(replace(small, head_dim=72, head_dim_v=130, dtype="bfloat16", score=score))
     for scale in (0.0, -0.3, 9e15, 1e-20):
         rows.append(replace(small, scale=scale, mask="causal"))
     return list({row.id + str(row.scale): row for row in rows}.values())

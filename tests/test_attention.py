@@ -10,14 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scores
 from cases import CASES, MASKS, NEEDS_KEYS, Case, numpy_dtype
+from scores import SCORES, Scored
 from tolerance import Judge, close
 
 import cuflash
 from cuflash.arrays import library_named
 
 BACK_ENDS = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
-RUNNABLE = [c for c in CASES if c.mask not in NEEDS_KEYS or c.seqlen_q <= c.seqlen_k]
+RUNNABLE = [
+    case
+    for case in CASES
+    if case.seqlen_q <= case.seqlen_k
+    or (case.mask not in NEEDS_KEYS and case.score not in scores.NEEDS_KEYS)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +62,8 @@ def run(case: Case, inputs: dict[str, np.ndarray], back_end: str, **more: Any) -
         xp.asarray(case.to_caller(inputs[n].astype(dtype))) for n in ("q", "k", "v", "do")
     )
     options = {**case.options(xp.asarray), **more}
+    params = Scored(case).params(xp.asarray)
+    options |= SCORES[case.score].options(params)
     o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     dlse = xp.asarray(inputs["dlse"].reshape(lse.shape).astype(lse.dtype))
     gradients = cuflash.attention_backward(do, q, k, v, o, lse, dlse=dlse, **options)
@@ -63,14 +72,25 @@ def run(case: Case, inputs: dict[str, np.ndarray], back_end: str, **more: Any) -
         assert like is None or result.shape == like.shape, name
     results = dict(zip(("dq", "dk", "dv"), gradients), o=o)
     results = {name: case.from_caller(to_numpy(array)) for name, array in results.items()}
+    for name, param in params.items():
+        results[f"param {name}"] = to_numpy(gradients.dparams[param])
+        assert gradients.dparams[param].dtype == param.array.dtype
     return {**results, "lse": to_numpy(lse).reshape(case.pairs[:3])}
+
+
+def judge(case: Case, inputs: dict[str, np.ndarray], found: dict[str, Any]) -> None:
+    """Every result against the oracle, the gradients of parameters too."""
+    params = {name.removeprefix("param "): x for name, x in found.items() if "param" in name}
+    of_case = Judge.of(case, inputs)
+    of_case.check(**{name: x for name, x in found.items() if "param" not in name})
+    of_case.check_params(**params)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("case", RUNNABLE, ids=lambda case: f"{case.id}-{case.scale}")
 def test_case(case: Case, back_end: str) -> None:
     inputs = case.inputs()
-    Judge.of(case, inputs).check(**run(case, inputs, back_end))
+    judge(case, inputs, run(case, inputs, back_end))
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

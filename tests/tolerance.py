@@ -20,6 +20,7 @@ from functools import cached_property
 
 import numpy as np
 from cases import Case, numpy_dtype
+from scores import Scored
 
 from cuflash import reference
 
@@ -80,13 +81,21 @@ class Judge:
         pairs = (batch, heads_q, seqlen_q, inputs["k"].shape[1])
         self.allowed = np.broadcast_to(True if allowed is None else allowed, pairs)
         self.score, self.sink = score, sink
+        self.scored: Scored | None = None
         self._wide = np.longdouble if dtype == "float64" else np.float64
 
     @classmethod
     def of(cls, case: Case, inputs: Mapping[str, np.ndarray] | None = None) -> Judge:
         """The judge of a case of `cases.py`."""
         inputs = case.inputs() if inputs is None else inputs
-        return cls(inputs, scale=case.scale_value, dtype=case.dtype, allowed=case.allowed())
+        scored = Scored(case)
+        judge = cls(
+            inputs, scale=case.scale_value, dtype=case.dtype, allowed=case.allowed(),
+            score=None if scored.row.plain is None else scored.score,
+            sink=scored.arrays.get("sink"),
+        )  # fmt: skip
+        judge.scored = scored
+        return judge
 
     def check(self, **results: np.ndarray | None) -> None:
         """Fail if a result (one of NAMES; None is skipped) is too far off."""
@@ -95,6 +104,34 @@ class Judge:
                 raise TypeError(f"{name} is none of {', '.join(NAMES)}")
             if got is not None:
                 close(name, got, self.oracle[name], self.limit(name))
+
+    def check_params(self, **gradients: np.ndarray) -> None:
+        """Fail if the gradient of a parameter of a case's score, by name, is too far off.
+
+        It is a sum of ds times a derivative: errors of ds add up like random ones, of 4 sigma; the
+        sum itself is taken in float32; what is returned is rounded to the parameter's dtype.
+        """
+        if self.scored is None:
+            raise TypeError("no case, no parameters: make the judge by Judge.of")
+        q, k = (self.inputs[name].astype(self._wide) for name in "qk")
+        group = q.shape[2] // max(k.shape[2], 1)
+
+        def x_of(b: int, h: int) -> np.ndarray:
+            return self.scale * q[b, :, h] @ k[b, :, h // group].T
+
+        wanted = self.scored.gradients(self.oracle["ds"], x_of)
+        eps = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 4e-6, "float64": 1e-12}
+        stored = eps[self.scored.dtype]
+        for name, got in gradients.items():
+            if name == "sink":
+                want = self.oracle["dsink"]
+                close(name, got, want, self.limit("dsink") + stored * np.max(np.abs(want)))
+                continue
+            want, squares, sizes = wanted[name]
+            summed = (1e-12 if self.dtype == "float64" else 4e-6) * sizes
+            limit = 4 * np.max(self.limit("ds")) * np.sqrt(squares) + summed
+            least = 6e-8 if self.scored.dtype == "float16" else 0  # its smallest step
+            close(name, got, want, limit + stored * np.abs(want) + least)
 
     def limit(self, name: str) -> np.ndarray | float:
         """The largest error that a result may have."""
