@@ -1,19 +1,45 @@
-"""Faults that users of attention libraries met, on the CPU back end; numbers are those of FAULTS.
+"""Faults that users of attention libraries met, in every back end; numbers are those of FAULTS.
 
 The rules hold for every back end: what stands in masked places, empty rows, large numbers, sizes.
 """
 
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 from cases import DTYPES, numpy_dtype, round_to
-from test_cpu import compute
 from tolerance import Judge, close
+
+import cuflash
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 GRADIENTS = ("dq", "dk", "dv")
+
+xp: Any = np  # the module of the arrays: NumPy, or CuPy
+
+
+@pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)], autouse=True)
+def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file runs on the CPU and on a GPU."""
+    module = np if request.param == "numpy" else pytest.importorskip("cupy")
+    monkeypatch.setattr(sys.modules[__name__], "xp", module)
+
+
+def compute(arrays: Mapping[str, np.ndarray], **options: Any) -> dict[str, np.ndarray]:
+    """o, lse and, where there is a do, the gradients, as NumPy arrays."""
+    moved = {name: xp.asarray(array) for name, array in arrays.items()}
+    options = {n: xp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    q, k, v = (moved[name] for name in "qkv")
+    o, lse = cuflash.attention(q, k, v, **options, return_lse=True)
+    results = {"o": o, "lse": lse}
+    if "do" in arrays:
+        dlse = moved.get("dlse")
+        grads = cuflash.attention_backward(moved["do"], q, k, v, o, lse, dlse=dlse, **options)
+        results |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+    return {n: x if isinstance(x, np.ndarray) else x.get() for n, x in results.items()}
 
 
 def draw(
