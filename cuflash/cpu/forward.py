@@ -102,7 +102,8 @@ def _attend(
             )
             tile_max = s.max(axis=-1, keepdims=True)
             seen = ~np.isneginf(s)
-        elif call.score is not None:  # a score of -inf hides what v holds, as a mask does
+        elif call.score is not None and s.min() == -np.inf:
+            # A score of -inf hides what v holds, as a mask does.
             seen = ~np.isneginf(s)
         new_max = np.maximum(row_max, tile_max)
         # P = exp(S - max); while a row has seen no key, exp(-inf - 0) = 0
