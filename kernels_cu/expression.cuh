@@ -25,6 +25,13 @@ __device__ __forceinline__ Element load_element(const Element* at) {
 __device__ __forceinline__ float load_element(const float16* at) { return to_float(*at); }
 __device__ __forceinline__ float load_element(const bfloat16* at) { return to_float(*at); }
 
+// A gradient of a parameter, rounded once to the parameter's own type.
+template <class Element>
+__device__ __forceinline__ void store_element(Element* at, double value) {
+  narrow(float(value), *at);
+}
+__device__ __forceinline__ void store_element(double* at, double value) { *at = value; }
+
 __device__ __forceinline__ double word_as_real(long long word) {
   return __longlong_as_double(word);
 }

@@ -22,6 +22,8 @@ struct Params {
   // Addresses of the work lists and of the results of split tiles, and how many of these fit in;
   // 0 where there are none (order.cuh).
   long long order_q, order_k, partials, slots;
+  // Addresses of the sums for gradients of parameters and of their greatest values (gradients.cuh).
+  long long sums, maxima;
   long long batch, heads_q, heads_k, seqlen_q, seqlen_k;
   long long q_offset;  // the logical index of query row r is r + q_offset; of key column c it is c
   double scale;

@@ -32,6 +32,13 @@ struct RowState {
   // p = exp(s - m). The difference comes first: it is exact near the maximum at any logit size.
   __device__ Number weigh(Number s) const { return natural_exp(s - reference()); }
 
+  // Adds a logit without a value, a sink. Returns the factor for earlier sums, as raise does.
+  __device__ Number include(Number logit) {
+    const Number rescale = raise(logit);
+    row_sum += weigh(logit);
+    return rescale;
+  }
+
   // Adds other keys of the same row.
   __device__ void merge(const RowState& other) {
     raise(other.row_max);

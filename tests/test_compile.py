@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import nvrtc
 import pytest
@@ -89,6 +90,24 @@ def test_with_a_mask(arch: int, mask: str) -> None:
     results = compile_all([(named(each), arch, source.text(each, text)) for each in configs])
     for kernels in results.values():
         assert ("tabulate" in kernels) == bool(text.tables)
+
+
+@pytest.mark.parametrize("arch", (75, 90, 120))
+def test_with_everything(arch: int) -> None:
+    """All features at once: an uneven mask, softcap, bias, slopes, a number by q - k, a sink."""
+    case = Case(mask="local-global", score="chain-sink")
+    problem = replace(problem_of(case, case.inputs()), deterministic=arch >= 90)
+    text = launch.call_text(problem)
+    assert text is not None and text.has_order and text.has_dsink and len(text.params) == 3
+    configs = [
+        plan.simt_config(kernel, "float16", 64, 64, plan.shared_limit_of(arch))
+        for kernel in schedule.KERNELS
+    ]
+    texts = [
+        (named(each), arch, source.text(each, text, problem.deterministic)) for each in configs
+    ]
+    for config, kernels in zip(configs, compile_all(texts).values(), strict=True):
+        assert set(kernels) == set(schedule.kernels(config, text, problem.deterministic))
 
 
 def test_a_wrong_text_names_its_file_and_line() -> None:

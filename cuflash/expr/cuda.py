@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from cuflash.expr.expression import Expression, ordered
@@ -21,7 +22,8 @@ TABLE_BLOCK = 64  # tokens that share one entry of a bound table; the same in ex
 Word = tuple[Any, ...]
 """What one of `p.words` holds: (which, "pointer", slot), (.., "stride", slot, axis),
 (.., "size", slot, axis), (.., "number", slot); ("tables",) the workspace of the bound tables,
-("base", table) where one begins."""
+("base", table) where one begins; ("param_gradient", param), ("param_base", param),
+("param_elements", param), ("dsink_gradient",) of gradients of Params."""
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,16 @@ def pack_words(
     operands: dict[str, tuple[Expression, Sequence[Any]]],
     tables: Sequence[TableRows],
     tables_pointer: int,
+    gradients: Sequence[int],
     problem: Any,
 ) -> list[int]:
     """Values of the words for one call.
 
     operands : by "mask", "score", "sink": the expression, views of its captured arrays
+    gradients : addresses of the gradients of Params, those of the score, then the sink's
     """
+    params = () if problem.score is None else problem.score.params
+    elements = [prod(param.shape) for param in params]
     bases, base = [], 0
     for table in tables:
         bases.append(base)
@@ -148,6 +154,13 @@ def pack_words(
             values.append(tables_pointer)
         elif which == "base":
             values.append(bases[what[0]])
+        elif which == "param_base":
+            values.append(sum(elements[: what[0]]))
+        elif which == "param_elements":
+            values.append(elements[what[0]])
+        elif which in ("param_gradient", "dsink_gradient"):
+            at = what[0] if what else -1
+            values.append(gradients[at] if gradients else 0)  # forward makes no gradient
         else:
             expression, views = operands[which]
             values.append(_operand(expression, views, *what))

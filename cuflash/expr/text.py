@@ -6,9 +6,11 @@ tabulate                                      the kernel that fills the mask's b
 MASK_BY_BATCH, MASK_BY_HEAD                   what the mask depends on
 score_t score(p, b, h, row, column, x)        the score of a pair; -inf leaves it out
 score_t score_slope(p, b, h, row, column, x)  its derivative by x
-void score_params(p, b, h, row, column, x, ds, add)      add<PARAM, UNIFORM>(index, value) for
-    each load of a Param: value is ds times the derivative by the element `index` (C order) of
-    that Param; UNIFORM: the index is the same for every pair of a head
+void score_params(p, b, h, row, column, x, ds, add)      add<LOAD, PARAM, UNIFORM>(index, value)
+    for each load of a Param: value is ds times the derivative by the element `index` of all
+    Params together; UNIFORM: the index is the same for every pair of a head
+param_elements(p), store_all_params(p)        how many elements these are, and their gradients
+store_dsink(p, h, value)                      the gradient of a sink that is a Param
 Accumulation sink_logit(p, h)                 the logit of a head's sink
 """
 
@@ -36,7 +38,9 @@ class CallText:
     has_mask, has_score, has_sink : which functions there are
     has_order : whether owned tiles may differ in length, other than as causal ones do
     by_batch, by_head : whether the mask depends on the batch item, on the head
-    params : of each Param of the score its slot among the score's arrays
+    params : dtype of each Param of the score
+    store_code : the functions that store their gradients; it follows gradients.cuh
+    has_dsink : whether the sink is a Param
 
     It holds no operand, so that a cached text keeps no array alive.
     """
@@ -50,20 +54,29 @@ class CallText:
     by_head: bool
     words: tuple[Word, ...]
     tables: tuple[TableRows, ...]
-    params: tuple[int, ...]
+    params: tuple[str, ...]
+    store_code: str
+    has_dsink: bool
 
     def table_elements(self, problem: Any) -> int:
         """Elements (8 bytes each) of the workspace that the tables need."""
         return sum(table.elements(problem) for table in self.tables)
 
-    def pack(self, problem: Any, views: Sequence[Any], tables_pointer: int = 0) -> list[int]:
-        """Values of the words for one call; `views`: the arrays of `problem.captured`."""
+    def pack(
+        self, problem: Any, views: Sequence[Any], tables_pointer: int = 0,
+        gradients: Sequence[int] = (),
+    ) -> list[int]:  # fmt: skip
+        """Values of the words for one call.
+
+        views : of the arrays of `problem.captured`
+        gradients : addresses of the gradients of Params, those of the score, then the sink's
+        """
         operands, at = {}, 0
         for which, expression in zip(("mask", "score", "sink"), problem.expressions, strict=True):
             if expression is not None:
                 operands[which] = (expression, views[at : at + len(expression.arrays)])
                 at += len(expression.arrays)
-        return pack_words(self.words, operands, self.tables, tables_pointer, problem)
+        return pack_words(self.words, operands, self.tables, tables_pointer, gradients, problem)
 
 
 def emit(
@@ -81,14 +94,17 @@ def emit(
     words: dict[Word, int] = {}
     parts = [f"using index_t = {'int' if bits == 32 else 'long long'};"]
     tables: list[Table] = []
-    params: tuple[int, ...] = ()
+    params: tuple[str, ...] = ()
+    stores: list[str] = []
     if mask is not None:
         bounds = Bounds(mask)
         tables = bounds.tables
         parts += _mask(mask, bounds, Printer(mask, "mask", words, "double", exact=True))
     if score is not None:
-        params = tuple(score.slot(param) for param in score.params)
-        parts += _score(score, params, Printer(score, "score", words, "score_t", exact=False))
+        params = tuple(param.dtype for param in score.params)
+        printer = Printer(score, "score", words, "score_t", exact=False)
+        parts += _score(score, printer)
+        stores += _stores(score, printer) if params else []
     extents = tuple(TableRows(table.side, table.by_batch, table.by_head) for table in tables)
     if sink is not None:
         printer = Printer(sink, "sink", words, "Accumulation", exact=False)
@@ -97,10 +113,19 @@ def emit(
             "__device__ __forceinline__ Accumulation sink_logit(const Params& p, int h) {",
             *lines, f"  return {value};", "}",
         ]  # fmt: skip
+        for param in sink.params:
+            gradient = printer.word("dsink_gradient")
+            parts += [
+                "__device__ __forceinline__ void store_dsink(",
+                "    const Params& p, long long h, double value) {",
+                f"  store_element((element_{param.dtype}*){gradient} + h, value);", "}",
+            ]  # fmt: skip
     variables = frozenset() if mask is None else mask.variables
     has = mask is not None, score is not None, sink is not None
     has += mask is not None and not mask.is_band, "b" in variables, "h" in variables
-    return CallText("\n".join([*parts, ""]), *has, tuple(words), extents, params)
+    code, store_code = ("\n".join([*lines, ""]) for lines in (parts, stores))
+    has_dsink = sink is not None and bool(sink.params)
+    return CallText(code, *has, tuple(words), extents, params, store_code, has_dsink)
 
 
 def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
@@ -121,7 +146,8 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     return parts + _tabulate(bounds.tables, printer) if bounds.tables else parts
 
 
-def _score(score: Expression, params: Sequence[int], printer: Printer) -> list[str]:
+def _score(score: Expression, printer: Printer) -> list[str]:
+    params = [score.slot(param) for param in score.params]
     loads = param_loads(score.root)
     slope, *partials = derivatives(score.root, [variable("x"), *loads])
     parts = ["using score_t = Accumulation;"]
@@ -141,15 +167,38 @@ def _score(score: Expression, params: Sequence[int], printer: Printer) -> list[s
             size = printer.own_word("size", slot, axis)
             index = f"({index} * {size} + {next(index_names)})"
         uniform = "false" if _varies(load) else "true"
-        place = f"{params.index(slot)}, {uniform}"
-        adds.append(f"  add.template add<{place}>({index}, ds * {partial});")
+        place = f"{len(adds)}, {params.index(slot)}, {uniform}"
+        base = printer.word("param_base", params.index(slot))
+        adds.append(f"  add.template add<{place}>({base} + {index}, ds * {partial});")
+    if not params:
+        return parts
     return [
         *parts,
+        f"constexpr int PARAMS = {len(params)}, PARAM_LOADS = {len(loads)};",
         "template <class Add>",
         f"__device__ __forceinline__ void score_params({_PAIR},",
         "    score_t x, score_t ds, Add& add) {",
         *logical_indices("row_at", "column_at"), *lines, *adds, "}",
     ]  # fmt: skip
+
+
+def _stores(score: Expression, printer: Printer) -> list[str]:
+    """What follows gradients.cuh: the stores of each Param's gradient."""
+    stores = []
+    for number, param in enumerate(score.params):
+        words = (printer.word(f"param_{what}", number) for what in ("gradient", "base", "elements"))
+        stores.append(
+            f"  store_param<IS_FIXED, element_{param.dtype}>(p, {number}, {', '.join(words)});"
+        )
+    return [
+        "__device__ __forceinline__ long long param_elements(const Params& p) {",
+        f"  return {printer.word('param_base', len(score.params))};",
+        "}",
+        "template <bool IS_FIXED>",
+        "__device__ void store_all_params(const Params& p) {",
+        *stores,
+        "}",
+    ]
 
 
 def _varies(load: Node) -> bool:

@@ -21,7 +21,7 @@ from cuflash.problem import Problem
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
 FIELDS = (
     *("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta"),
-    *("order_q", "order_k", "partials", "slots"),
+    *("order_q", "order_k", "partials", "slots", "sums", "maxima"),
     *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset", "scale", "words"),
 )
 ROWS = ("lse", "dlse", "delta")  # (batch, heads_q, seqlen_q); the other views have four axes
@@ -40,10 +40,6 @@ class Launch:
     """
 
     def __init__(self, problem: Problem, device: int, backward: bool) -> None:
-        if problem.score is not None or problem.sink is not None:
-            raise Unsupported(
-                "score, bias, softcap and sink have no GPU kernel yet: NumPy arrays run on the CPU"
-            )
         self._problem, self._device = problem, device
         self._kernel = "backward" if backward else "forward"
         self._plan = choose(problem, self._kernel, *module.device_limits(device), family.forced())
@@ -70,7 +66,7 @@ class Launch:
             if self._text is not None:
                 tables = views.get("tables")
                 pointer = 0 if tables is None else tables.pointer
-                words = self._text.pack(self._problem, captured, pointer)
+                words = self._text.pack(self._problem, captured, pointer, _gradients(views))
             params = pack(self._problem, views, words)
             block = _block()
             block.bytes[: len(params)] = params
@@ -99,8 +95,9 @@ class Launch:
                 f"parameters of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one "
                 "captured array"
             )
-        code = source.text(config, text)
-        names = schedule.kernels(config, text)
+        deterministic = self._problem.deterministic
+        code = source.text(config, text, deterministic)
+        names = schedule.kernels(config, text, deterministic)
         functions = module.load(code, names, config.shared_bytes, self._device)
         return [
             (functions[step.kernel], (step.grid,), (step.threads,), step.shared_bytes)
@@ -131,15 +128,23 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
     for name, absent in _ABSENT.items():
         view = views.get(name)
         values += absent if view is None else (view.pointer, *view.strides)
-    pointers = [views[name].pointer if name in views else 0 for name in FIELDS[11:14]]
-    slots = views["partials"].shape[0] if "partials" in views else 0
+    for name in FIELDS[11:17]:
+        view = views.get("partials" if name == "slots" else name)
+        values.append(0 if view is None else view.shape[0] if name == "slots" else view.pointer)
     values += (
-        *pointers, slots,
         problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k,
         problem.q_offset, problem.scale,
     )  # fmt: skip
     values += words or (0,)
     return _layout(len(words) or 1).pack(*values)
+
+
+def _gradients(views: Mapping[str, View]) -> list[int]:
+    """Addresses of the gradients of Params, in their order."""
+    found: list[int] = []
+    while (view := views.get(f"dparam{len(found)}")) is not None:
+        found.append(view.pointer)
+    return found
 
 
 class _Stream:
@@ -195,5 +200,5 @@ def _block() -> _Block:
 
 @cache
 def _layout(words: int) -> struct.Struct:
-    numbers = sum(map(len, _ABSENT.values())) + 10
+    numbers = sum(map(len, _ABSENT.values())) + 12
     return struct.Struct(f"<{numbers}qd{words}q")

@@ -60,12 +60,16 @@ class WorkList:
         return (self.rows + self.slots) * self.copies
 
 
-def kernels(config: Config, text: CallText | None) -> tuple[str, ...]:
+def kernels(config: Config, text: CallText | None, deterministic: bool) -> tuple[str, ...]:
     """Every kernel in a text; all are loaded, some problems launch fewer."""
     names = KERNELS[config.kernel]
     if text is not None:
         names += ("tabulate",) * bool(text.tables)
         names += ORDER_KERNELS[config.kernel] * text.has_order
+        if config.kernel == "backward":
+            names += ("clear", "store_params") * bool(text.params)
+            names += ("greatest",) * (bool(text.params) and deterministic)
+            names += ("dsink",) * text.has_dsink
     return names
 
 
@@ -84,6 +88,9 @@ def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) 
         entries = text.table_elements(problem) // 2
         grid = min(max(1, -(-entries // _TABULATE_THREADS)), 1024)
         add("tabulate", grid, _TABULATE_THREADS)
+    has_params = text is not None and bool(text.params) and config.kernel == "backward"
+    if has_params:
+        add("clear", min(-(-param_elements(problem) // config.threads) + 1, 1024))
     lists, warps = work_lists(config, problem, text, blocks), config.threads // 32
     if lists:
         add("count", max(each.rows for each in lists.values()))
@@ -95,22 +102,39 @@ def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) 
             continue
         name = "order_k" if kernel == "dk_dv" else "order_q"
         grid = lists[name].blocks if name in lists else prod(owned[name][:2])
+        if kernel == "dq" and has_params and problem.deterministic:
+            add("greatest", grid, shared=config.shared_bytes)
         add(kernel, grid, shared=config.shared_bytes)
         if name in lists:
             splits = lists[name].slots // 2 * lists[name].copies
             combine = "combine" if config.kernel == "forward" else f"combine_{kernel}"
             add(combine, min(-(-splits * config.block_q // warps), 4 * blocks))
+    if has_params:
+        add("store_params", min(-(-param_elements(problem) // config.threads) + 1, 1024))
+    if text is not None and text.has_dsink and config.kernel == "backward":
+        add("dsink", -(-problem.heads_q // warps))
     return result
+
+
+def param_elements(problem: Problem) -> int:
+    """Elements of all Params of the score together."""
+    return 0 if problem.score is None else sum(prod(each.shape) for each in problem.score.params)
 
 
 def workspaces(
     config: Config, problem: Problem, text: CallText | None, blocks: int
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """Name, shape and dtype of the lists and of the results of segments."""
+    """Name, shape and dtype of the lists, of the results of segments, of sums for Params."""
     lists = work_lists(config, problem, text, blocks)
     specs: list[tuple[str, tuple[int, ...], str]] = [
         (name, (each.words,), "int64") for name, each in lists.items()
     ]
+    if text is not None and text.params and config.kernel == "backward":
+        elements = max(1, param_elements(problem))
+        dtype = "int64" if problem.deterministic else problem.accumulation
+        specs.append(("sums", (elements,), dtype))
+        if problem.deterministic:
+            specs.append(("maxima", (len(text.params),), "int64"))
     slots = max((each.slots * each.copies for each in lists.values()), default=0)
     if slots:
         specs.append(("partials", (slots, config.partial_numbers), problem.accumulation))

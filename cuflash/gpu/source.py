@@ -46,20 +46,31 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-def text(config: Config, call: CallText | None = None) -> str:
+def text(config: Config, call: CallText | None = None, deterministic: bool = False) -> str:
     """The whole translation unit of one kernel file, specialised for a Config and expressions."""
     seen: set[str] = set()
+    has_params = call is not None and bool(call.params) and config.kernel == "backward"
+    has_dsink = call is not None and call.has_dsink and config.kernel == "backward"
+    switches = {
+        "HAS_MASK": call is not None and call.has_mask,
+        "HAS_SCORE": call is not None and call.has_score,
+        "HAS_ORDER": call is not None and call.has_order,
+        "HAS_SINK": call is not None and call.has_sink,
+        "HAS_PARAMS": has_params,
+        "HAS_DSINK": has_dsink,
+        "IS_DETERMINISTIC": has_params and deterministic,
+    }
     parts = [
-        f"#define HAS_MASK {int(call is not None and call.has_mask)}\n",
-        f"#define HAS_SCORE {int(call is not None and call.has_score)}\n",
-        f"#define HAS_ORDER {int(call is not None and call.has_order)}\n",
-        f"#define HAS_SINK {int(call is not None and call.has_sink)}\n",
+        *(f"#define {name} {int(on)}\n" for name, on in switches.items()),
         flatten("types.cuh", seen),
         _config(config, 0 if call is None else len(call.words)),
         flatten("params.cuh", seen),
+        flatten("math.cuh", seen),
     ]
     if call is not None:
         parts += [flatten("expression.cuh", seen), '#line 1 "expressions"\n', call.code]
+        if has_params:
+            parts += [flatten("gradients.cuh", seen), '#line 1 "stores"\n', call.store_code]
     parts.append(flatten(f"{config.family}/{config.kernel}.cu", seen))
     return "".join(parts)
 

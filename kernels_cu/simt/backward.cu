@@ -52,7 +52,8 @@ __device__ __forceinline__ bool dk_dv_tile(const Params& p, Smem<false>& smem, I
     bool partly;
     while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
       Accumulation p_acc[ROWS][COLUMNS], ds_acc[ROWS][COLUMNS];
-      weights_of_tile<false>(p, smem, head, tile_at(tile), partly, p_acc, ds_acc, probe);
+      NoSums none;
+      weights_of_tile<false>(p, smem, head, tile_at(tile), partly, p_acc, ds_acc, probe, none);
       // dV += P^T dO
       store_weights(smem.weights, p_acc);
       __syncwarp();  // weights: written by this warp, read by this warp
@@ -87,9 +88,11 @@ __device__ __forceinline__ bool dk_dv_tile(const Params& p, Smem<false>& smem, I
   return true;
 }
 
-// One tile of dq, or a segment of one, by the same rules.
+// One tile of dq, or a segment of one, by the same rules; and what its pairs add to parameters. The
+// careful path adds nothing to these: its pairs have been added here, masked ones left out.
+template <class Sums>
 __device__ __forceinline__ bool dq_tile(
-    const Params& p, Smem<true>& smem, const Head& head, Item item) {
+    const Params& p, Smem<true>& smem, const Head& head, Item item, Sums sums) {
   const long long row0 = item.tile * OWN;
   // 2 state
   Accumulation dq_acc[CHUNKS][ROWS][COLUMNS_D] = {};
@@ -107,7 +110,7 @@ __device__ __forceinline__ bool dq_tile(
   bool partly;
   while (walk.next([&](long long at) { return tile_at(at).state(p); }, tile, partly)) {
     Accumulation p_acc[ROWS][COLUMNS], ds_acc[ROWS][COLUMNS];
-    weights_of_tile<true>(p, smem, head, tile_at(tile), partly, p_acc, ds_acc, probe);
+    weights_of_tile<true>(p, smem, head, tile_at(tile), partly, p_acc, ds_acc, probe, sums);
     // dQ += dS K
     store_weights(smem.weights, ds_acc);
     __syncwarp();  // weights: written by this warp, read by this warp
@@ -116,6 +119,7 @@ __device__ __forceinline__ bool dq_tile(
     });
     __syncthreads();  // the tile has been read by all, the next may overwrite it
   }
+  sums.finish();
   // 6 is all of it finite? 7 store
   probe_result(dq_acc, probe);
   const bool is_bad = __syncthreads_or(!is_finite(probe));
@@ -138,13 +142,17 @@ struct CarefulPair {
       const Params& p, const Head& head, long long row, long long column, bool allowed)
       : attended(allowed) {
     if (!attended) return;
-    const double s = careful_product(head.q_gmem, row, head.k_gmem, column, p.scale);
+    const double x = careful_product(head.q_gmem, row, head.k_gmem, column, p.scale);
+    const double s = careful_score(p, head.b, head.h, row, column, x);
     const double lse = *row_address<Accumulation>(p.lse, head.b, head.h, row);
     attended = !is_masked(s) && !is_masked(lse);
     if (!attended) return;
     const double dp = careful_product(head.do_gmem, row, head.v_gmem, column, 1);
     weight = weigh_by_lse(s, lse);
     dx = weight * (dp - *row_address<Accumulation>(p.delta, head.b, head.h, row)) * p.scale;
+#if HAS_SCORE
+    dx *= score_slope(p, head.b, head.h, row, column, Accumulation(x));
+#endif
   }
 };
 
@@ -208,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
-    dq(const __grid_constant__ Params p) {
+template <class Sums>
+__device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   extern __shared__ Vector shared_memory[];
   auto& smem = *(Smem<true>*)shared_memory;
   static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
@@ -218,13 +226,65 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   for (long long at = blockIdx.x; at < items; at += gridDim.x) {
     const Item item = list.item(p, at);
     const Head head(p, item.b, item.head, int(item.head / (p.heads_q / p.heads_k)));
-    if (!dq_tile(p, smem, head, item)) {
+    if (!dq_tile(p, smem, head, item, sums)) {
       for (int own = threadIdx.x / 32; own < OWN; own += THREADS / 32)
         careful_dq(p, head, item.tile * OWN, own);
     }
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
+    dq(const __grid_constant__ Params p) {
+#if HAS_PARAMS
+  dq_of_all(p, ParamSums<IS_DETERMINISTIC ? FIXED : ADD>(p, first_probe(p)));
+#else
+  dq_of_all(p, NoSums());
+#endif
+}
+
+#if HAS_PARAMS
+#if IS_DETERMINISTIC
+// Finds the greatest values that dq will add (and makes dq, to be made again).
+extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
+    greatest(const __grid_constant__ Params p) {
+  dq_of_all(p, ParamSums<GREATEST>(p, first_probe(p)));
+}
+using Sum = long long;
+#else
+using Sum = Accumulation;
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) clear(const __grid_constant__ Params p) {
+  clear_sums<Sum>(p, param_elements(p));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    store_params(const __grid_constant__ Params p) {
+  store_all_params<IS_DETERMINISTIC>(p);
+}
+#endif
+
+#if HAS_DSINK
+// dsink_h = - sum over batch items and rows of exp(sink_h - lse) delta; a warp a head, in one order.
+extern "C" __global__ void __launch_bounds__(THREADS) dsink(const __grid_constant__ Params p) {
+  const long long warps = (long long)gridDim.x * (THREADS / 32);
+  const int lane = threadIdx.x % 32;
+  for (long long h = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; h < p.heads_q;
+       h += warps) {
+    double sum = 0;
+    for (long long b = 0; b < p.batch; ++b)
+      for (long long row = lane; row < p.seqlen_q; row += 32) {
+        const Accumulation lse = *row_address<Accumulation>(p.lse, b, h, row);
+        if (is_masked(lse)) continue;
+        const Accumulation share = weigh_by_lse(sink_logit(p, int(h)), lse);
+        sum -= double(share) * *row_address<Accumulation>(p.delta, b, h, row);
+      }
+    sum = lanes_sum<32>(sum);
+    if (lane == 0) store_dsink(p, h, sum);
+  }
+}
+#endif
 
 #if HAS_ORDER
 extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {

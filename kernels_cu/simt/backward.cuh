@@ -2,6 +2,9 @@
 #pragma once
 #include "../order.cuh"
 #include "careful.cuh"
+#if HAS_PARAMS
+#include "../gradients.cuh"
+#endif
 
 using C = Config;
 constexpr int CHUNKS = (C::HEAD_DIM + C::CHUNK - 1) / C::CHUNK;
@@ -69,13 +72,20 @@ __device__ __forceinline__ void load_rows(
   }
 }
 
-// P = exp(min(S - lse, 0)) and dS = P * (dP - delta) on one tile, from S = scale * Q K^T and
-// dP = dO V^T; both 0 where masked. On return the last chunk of each operand is in shared memory.
-template <bool OWN_IS_Q>
+// In the place of ParamSums where no parameter is to get a gradient.
+struct NoSums {
+  __device__ void add_pair(int, int, long long, long long, Accumulation, Accumulation) {}
+  __device__ void finish() {}
+};
+
+// P = exp(min(S - lse, 0)) and dX = score'(X) * P * (dP - delta) on one tile, from X = scale * Q K^T,
+// S = score(X) and dP = dO V^T; both 0 where masked. Without a score X is S. `sums` gets what the
+// pairs add to parameters. On return the last chunk of each operand is in shared memory.
+template <bool OWN_IS_Q, class Sums>
 __device__ __forceinline__ void weights_of_tile(
     const Params& p, Smem<OWN_IS_Q>& smem, const Head& head,
     const typename Smem<OWN_IS_Q>::Tile& tile, bool partly, Accumulation (&p_acc)[ROWS][COLUMNS],
-    Accumulation (&ds_acc)[ROWS][COLUMNS], Accumulation& probe) {
+    Accumulation (&ds_acc)[ROWS][COLUMNS], Accumulation& probe, Sums& sums) {
   // An owned operand that fits into one chunk is there already.
   constexpr bool LOAD_Q = !OWN_IS_Q || CHUNKS > 1, LOAD_K = OWN_IS_Q || CHUNKS > 1;
   constexpr bool LOAD_DO = !OWN_IS_Q || CHUNKS_V > 1, LOAD_V = OWN_IS_Q || CHUNKS_V > 1;
@@ -109,6 +119,13 @@ __device__ __forceinline__ void weights_of_tile(
     else
       add_inner_products<C::HEAD_DIM_V>(dp_acc, smem.v, smem.do_, chunk);
   }
+#if HAS_SCORE
+  Accumulation x_acc[ROWS][COLUMNS];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) x_acc[i][j] = s_acc[i][j] * Accumulation(p.scale);
+#endif
   finish_scores<OWN_IS_Q>(p, tile, partly, s_acc, probe);
 #pragma unroll
   for (int i = 0; i < ROWS; ++i)
@@ -118,6 +135,13 @@ __device__ __forceinline__ void weights_of_tile(
       const bool masked = is_masked(s_acc[i][j]) || is_masked(smem.lse[row]);
       p_acc[i][j] = weigh_by_lse(s_acc[i][j], smem.lse[row]);
       ds_acc[i][j] = masked ? 0 : p_acc[i][j] * (dp_acc[i][j] - smem.delta[row]);
+#if HAS_SCORE
+      if (masked) continue;
+      const long long at = tile.row0 + row;
+      const long long key = tile.column0 + (OWN_IS_Q ? stream_column(j) : own_row(i));
+      sums.add_pair(tile.b, tile.h, at, key, x_acc[i][j], ds_acc[i][j]);
+      ds_acc[i][j] *= score_slope(p, tile.b, tile.h, at, key, x_acc[i][j]);
+#endif
     }
 }
 

@@ -19,6 +19,16 @@ __device__ __forceinline__ double careful_product(
   return inside ? sum : sum * factor;
 }
 
+// score(x) of a pair, in the type of the sums like everywhere; x itself where there is no score.
+__device__ __forceinline__ double careful_score(
+    const Params& p, int b, int h, long long row, long long column, double x) {
+#if HAS_SCORE
+  return score(p, b, h, row, column, Accumulation(x));
+#else
+  return x;
+#endif
+}
+
 // One row of a result: columns lane, lane + 32, ... in each lane.
 template <int WIDTH>
 struct CarefulSum {

@@ -128,8 +128,10 @@ __device__ __forceinline__ bool forward_tile(
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     row[i].row_sum = lanes_sum<C::THREAD_COLUMNS>(row[i].row_sum);
+    Accumulation rescale = 1;
+    if (!item.is_split()) rescale = include_sink(p, head.h, row[i]);
     probe = multiply_add(row[i].row_sum, Accumulation(0), probe);
-    const Accumulation factor = row[i].row_sum == 0 ? 0 : Accumulation(1) / row[i].row_sum;
+    const Accumulation factor = row[i].row_sum == 0 ? 0 : rescale / row[i].row_sum;
 #pragma unroll
     for (int chunk = 0; chunk < CHUNKS_V; ++chunk)
 #pragma unroll
@@ -186,7 +188,10 @@ __device__ __forceinline__ void careful_forward(
     visit_tokens<true, C::BLOCK_K>(
         p, tiles, tile_at, own, [&](long long key0, long long key, bool attended) {
           double s = negative_infinity<double>();
-          if (attended) s = careful_product(q_gmem, at, k_gmem, key, p.scale);
+          if (attended) {
+            const double x = careful_product(q_gmem, at, k_gmem, key, p.scale);
+            s = careful_score(p, head.b, head.h, at, key, x);
+          }
           if (pass == 0) {
             row.raise(s);
             row.row_sum += row.weigh(s);
@@ -194,7 +199,11 @@ __device__ __forceinline__ void careful_forward(
             o.add(v_gmem, key0, natural_exp(s - lse), !is_masked(s));
           }
         });
-    if (pass == 0) lse = row.over_lanes().lse();
+    if (pass == 0) {
+      RowState<double> whole = row.over_lanes();
+      include_sink(p, head.h, whole);
+      lse = whole.lse();
+    }
   }
   o.store(head.o(p), at);
   if (p.lse.pointer != nullptr && threadIdx.x % 32 == 0)
@@ -240,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_const
     RowState<Accumulation> mine;
     for (long long segment = lane; segment < slots.count; segment += 32)
       mine.merge(Partial(p, slots[segment]).row(own));
-    const RowState<Accumulation> row = mine.over_lanes();
+    RowState<Accumulation> row = mine.over_lanes();
+    include_sink(p, head.h, row);
     if (!is_finite(row.row_sum)) return careful_forward(p, head, item.tile * C::BLOCK_Q, own);
     const auto o_gmem = head.o(p);
     const Accumulation factor = row.row_sum == 0 ? 0 : Accumulation(1) / row.row_sum;

@@ -189,6 +189,18 @@ inline float __uint_as_float(unsigned bits) { return emulator::bits_as<float>(bi
 inline unsigned __float_as_uint(float value) { return emulator::bits_as<unsigned>(value); }
 inline double __longlong_as_double(long long bits) { return emulator::bits_as<double>(bits); }
 inline long long __double_as_longlong(double value) { return emulator::bits_as<long long>(value); }
+template <class Number>
+Number atomicAdd(Number* at, Number value) {
+  const Number old = *at;
+  *at += value;
+  return old;
+}
+template <class Number>
+Number atomicMax(Number* at, Number value) {
+  const Number old = *at;
+  *at = value > old ? value : old;
+  return old;
+}
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 

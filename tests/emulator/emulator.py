@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from cuflash import plan
-from cuflash.arrays import View, take
+from cuflash.arrays import View
+from cuflash.arrays.numpy import numpy_view
 from cuflash.gpu import launch, schedule, source
 from cuflash.problem import Problem
 
 HEADER = Path(__file__).with_name("cuda.hpp")
 FLAGS = ("-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 SHARED_BYTES = 1 << 18
-_KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*\)\s*)?(\w+)\(')
 
 
 def compiler() -> str | None:
@@ -48,12 +48,9 @@ class Emulated:
 
 
 @cache
-def build(text: str) -> Emulated:
-    """Compile a CUDA text; the library is kept in the temporary folder under its hash."""
+def build(text: str, kernels: tuple[str, ...]) -> Emulated:
+    """Compile a CUDA text with these kernels; the library is kept in a temporary folder."""
     text = re.sub(r"#pragma unroll.*", "", text)
-    compiled = text
-    if "#define HAS_ORDER 0" in text:
-        compiled = re.sub(r"#if HAS_ORDER\n.*?\n#endif", "", text, flags=re.DOTALL)
     entries = "".join(
         f"""
 extern "C" int emulate_{name}(const void* bytes, unsigned grid, unsigned threads, int reverse) {{
@@ -62,7 +59,7 @@ extern "C" int emulate_{name}(const void* bytes, unsigned grid, unsigned threads
   return emulator::run([&] {{ {name}(p); }}, grid, threads, reverse, shared_memory,
                        sizeof(shared_memory));
 }}"""
-        for name in _KERNEL.findall(compiled)
+        for name in kernels
     )
     whole = (
         f'#include "{HEADER}"\n#line 1 "text"\n{text}\n'
@@ -127,8 +124,12 @@ def attention(
     if "do" in arrays:
         for name in "qkv":
             make(f"d{name}", arrays[name].shape, arrays["q"].dtype)
+        scored = [e for e in (problem.score, problem.sink) if e is not None]
+        for i, param in enumerate(param for e in scored for param in e.params):
+            make(f"dparam{i}", param.shape, param.array.dtype)
         _run("backward", problem, arrays, captures, options, keep)
-    return {name: arrays[name] for name in ("o", "lse", "dq", "dk", "dv") if name in arrays}
+    names = ("o", "lse", "dq", "dk", "dv", *(n for n in arrays if n.startswith("dparam")))
+    return {name: arrays[name] for name in names if name in arrays}
 
 
 def _run(
@@ -142,7 +143,8 @@ def _run(
     limit = plan.shared_limit_of(options["arch"])
     config = plan.simt_config(name, problem.dtype, problem.head_dim, problem.head_dim_v, limit)
     text = launch.call_text(problem)
-    kernels = build(options["edit"](source.text(config, text)))
+    code = options["edit"](source.text(config, text, problem.deterministic))
+    kernels = build(code, schedule.kernels(config, text, problem.deterministic))
     made = []
     for workspace, shape, dtype in launch.workspaces(config, problem, options["blocks"]):
         arrays[workspace] = np.full(shape, -1 if dtype == "int64" else np.nan, dtype)
@@ -152,7 +154,8 @@ def _run(
     if text is not None:
         tables = arrays.get("tables")
         pointer = 0 if tables is None else tables.ctypes.data
-        words = text.pack(problem, [_view(array) for array in captures], pointer)
+        gradients = [x.ctypes.data for each, x in arrays.items() if each.startswith("dparam")]
+        words = text.pack(problem, [_view(array) for array in captures], pointer, gradients)
     params = launch.pack(problem, views, words)
     for step in schedule.steps(config, problem, text, options["blocks"]):
         grid = options["grid"](step.grid)
@@ -164,4 +167,4 @@ def _run(
 
 
 def _view(array: np.ndarray) -> View:
-    return take({"array": array})[1]["array"]
+    return numpy_view(array, "array", array)
