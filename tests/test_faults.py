@@ -302,6 +302,8 @@ LARGE = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("case", LARGE)
 def test_finite_stays_finite(case: str, masked: bool, rng: np.random.Generator) -> None:
+    if xp is not np and case == "q times scale":
+        pytest.skip("float32 subnormals, which k holds here, count as 0 on a GPU")
     sizes = dict(LARGE[case])
     scale = sizes.pop("scale", 8**-0.5)
     inputs = draw(rng, 300, 520)

@@ -121,11 +121,21 @@ def emit(
                 f"  store_element((element_{param.dtype}*){gradient} + h, value);", "}",
             ]  # fmt: skip
     variables = frozenset() if mask is None else mask.variables
-    has = mask is not None, score is not None, sink is not None
-    has += mask is not None and not mask.is_band, "b" in variables, "h" in variables
     code, store_code = ("\n".join([*lines, ""]) for lines in (parts, stores))
-    has_dsink = sink is not None and bool(sink.params)
-    return CallText(code, *has, tuple(words), extents, params, store_code, has_dsink)
+    return CallText(
+        code=code,
+        has_mask=mask is not None,
+        has_score=score is not None,
+        has_sink=sink is not None,
+        has_order=mask is not None and not mask.is_band,
+        by_batch="b" in variables,
+        by_head="h" in variables,
+        words=tuple(words),
+        tables=extents,
+        params=params,
+        store_code=store_code,
+        has_dsink=sink is not None and bool(sink.params),
+    )
 
 
 def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
@@ -138,7 +148,8 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     ]  # fmt: skip
     lines, (certainly, possibly) = printer.body([bounds.certainly, bounds.possibly])
     parts += [
-        "__device__ __forceinline__ int mask_state(const Params& p, int b, int h, long long row0,",
+        # once for 32 tiles of a warp: a call costs nothing there, and the text is compiled once
+        "__device__ __noinline__ int mask_state(const Params& p, int b, int h, long long row0,",
         "    long long row1, long long column0, long long column1) {",
         *_ends(), *_tables(bounds.tables, printer), *lines,
         f"  return {certainly} ? 2 : {possibly} ? 1 : 0;", "}",
@@ -159,7 +170,7 @@ def _score(score: Expression, printer: Printer) -> list[str]:
         ]  # fmt: skip
     lines, names = printer.body([*partials, *(index for load in loads for index in load.args)])
     partial_names, index_names = names[: len(loads)], iter(names[len(loads) :])
-    adds = []
+    adds: list[str] = []
     for load, partial in zip(loads, partial_names, strict=True):
         slot = score.slot(load.value)
         index = "0ll"
@@ -270,10 +281,12 @@ def _tabulate(tables: Sequence[Table], printer: Printer) -> list[str]:
         ]
     calls = [f"  tabulate{number}(p, thread, threads);" for number in range(len(tables))]
     return [
+        "#if PART_MAIN",
         *parts,
         'extern "C" __global__ void tabulate(const __grid_constant__ Params p) {',
         "  const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;",
         "  const long long threads = (long long)gridDim.x * blockDim.x;",
         *calls,
         "}",
+        "#endif",
     ]

@@ -96,9 +96,11 @@ class Launch:
                 "captured array"
             )
         deterministic = self._problem.deterministic
-        code = source.text(config, text, deterministic)
-        names = schedule.kernels(config, text, deterministic)
-        functions = module.load(code, names, config.shared_bytes, self._device)
+        units = [
+            (source.text(config, text, deterministic, (part,)), names)
+            for part, names in schedule.parts(config, text, deterministic).items()
+        ]
+        functions = module.load_all(units, config.shared_bytes, self._device)
         return [
             (functions[step.kernel], (step.grid,), (step.threads,), step.shared_bytes)
             for step in schedule.steps(config, self._problem, text, self._blocks)

@@ -11,9 +11,11 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+from cuflash.arrays.cupy import on_device
 from cuflash.gpu.source import OPTIONS
 
 _lock = threading.Lock()
@@ -36,6 +38,23 @@ def multiprocessors(index: int) -> int:
     import cupy
 
     return int(cupy.cuda.Device(index).attributes["MultiProcessorCount"])
+
+
+def load_all(
+    units: Sequence[tuple[str, Sequence[str]]], shared_bytes: int, device: int
+) -> dict[str, Any]:
+    """The kernels of several texts, which are compiled side by side: NVRTC runs in parallel."""
+    if all((device, text) in _loaded for text, _ in units) or len(units) == 1:
+        found = [load(text, names, shared_bytes, device) for text, names in units]
+    else:
+
+        def work(unit: tuple[str, Sequence[str]]) -> dict[str, Any]:
+            with on_device(device):
+                return load(*unit, shared_bytes, device)
+
+        with ThreadPoolExecutor(len(units)) as pool:
+            found = list(pool.map(work, units))
+    return {name: function for functions in found for name, function in functions.items()}
 
 
 def load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:

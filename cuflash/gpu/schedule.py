@@ -60,6 +60,15 @@ class WorkList:
         return (self.rows + self.slots) * self.copies
 
 
+def parts(config: Config, text: CallText | None, deterministic: bool) -> dict[str, list[str]]:
+    """The kernels of a text by the part that holds them; parts are compiled side by side."""
+    of_kernel = dict.fromkeys(ORDER_KERNELS[config.kernel], "ORDER") | {"dk_dv": "DK_DV"}
+    result: dict[str, list[str]] = {}
+    for name in kernels(config, text, deterministic):
+        result.setdefault(of_kernel.get(name, "MAIN"), []).append(name)
+    return result
+
+
 def kernels(config: Config, text: CallText | None, deterministic: bool) -> tuple[str, ...]:
     """Every kernel in a text; all are loaded, some problems launch fewer."""
     names = KERNELS[config.kernel]

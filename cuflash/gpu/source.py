@@ -7,6 +7,7 @@ changes. `#line` marks keep compiler messages pointing at the true file and line
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +47,17 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-def text(config: Config, call: CallText | None = None, deterministic: bool = False) -> str:
-    """The whole translation unit of one kernel file, specialised for a Config and expressions."""
+PARTS = ("MAIN", "DK_DV", "ORDER")
+
+
+def text(
+    config: Config, call: CallText | None = None, deterministic: bool = False,
+    parts_in: Sequence[str] = PARTS,
+) -> str:  # fmt: skip
+    """The translation unit of one kernel file, specialised for a Config and expressions.
+
+    parts_in : which kernels it holds; parts are compiled side by side (`schedule.parts`)
+    """
     seen: set[str] = set()
     has_params = call is not None and bool(call.params) and config.kernel == "backward"
     has_dsink = call is not None and call.has_dsink and config.kernel == "backward"
@@ -59,6 +69,7 @@ def text(config: Config, call: CallText | None = None, deterministic: bool = Fal
         "HAS_PARAMS": has_params,
         "HAS_DSINK": has_dsink,
         "IS_DETERMINISTIC": has_params and deterministic,
+        **{f"PART_{part}": part in parts_in for part in PARTS},
     }
     parts = [
         *(f"#define {name} {int(on)}\n" for name, on in switches.items()),

@@ -6,6 +6,7 @@
 // Dao 2023, arXiv:2307.08691, Algorithm 2; the formulas' numbers are those of cuflash/reference.py.
 #include "backward.cuh"
 
+#if PART_MAIN
 // delta_i = <do_i, o_i> - dlse_i, a warp a row; 0 in a row that sees no key, whatever do and dlse
 // hold there.
 extern "C" __global__ void __launch_bounds__(THREADS) delta(const __grid_constant__ Params p) {
@@ -27,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) delta(const __grid_constan
     *row_address<Accumulation>(p.delta, b, h, row) = empty ? Accumulation(0) : sum;
   }
 }
+#endif
 
 // One tile of dk and dv, summed over the query heads of the group, or a segment of one. Stores
 // nothing and returns false where the careful path has to do it (as in forward.cu).
@@ -134,6 +136,16 @@ __device__ __forceinline__ bool dq_tile(
   return true;
 }
 
+// delta of a row, again in double where it left the type of the sums.
+__device__ __forceinline__ double careful_delta(const Params& p, const Head& head, long long row) {
+  const Accumulation stored = *row_address<Accumulation>(p.delta, head.b, head.h, row);
+  if (is_finite(stored)) return stored;
+  const VMatrix o_gmem(p.o, head.b, head.h, p.seqlen_q);
+  const double delta = careful_product(head.do_gmem, row, o_gmem, row, 1);
+  if (p.dlse.pointer == nullptr) return delta;
+  return delta - *row_address<Accumulation>(p.dlse, head.b, head.h, row);
+}
+
 // P and scale * dS of one pair, by the definition.
 struct CarefulPair {
   double weight = 0, dx = 0;
@@ -149,7 +161,7 @@ struct CarefulPair {
     if (!attended) return;
     const double dp = careful_product(head.do_gmem, row, head.v_gmem, column, 1);
     weight = weigh_by_lse(s, lse);
-    dx = weight * (dp - *row_address<Accumulation>(p.delta, head.b, head.h, row)) * p.scale;
+    dx = weight * (dp - careful_delta(p, head, row)) * p.scale;
 #if HAS_SCORE
     dx *= score_slope(p, head.b, head.h, row, column, Accumulation(x));
 #endif
@@ -157,7 +169,7 @@ struct CarefulPair {
 };
 
 // One key of dk and dv by the definition, by a warp.
-__device__ __forceinline__ void careful_dk_dv(
+__device__ __noinline__ void careful_dk_dv(
     const Params& p, int b, int head_k, long long column0, int own) {
   const int group = int(p.heads_q / p.heads_k);
   const long long key = column0 + own;
@@ -182,7 +194,7 @@ __device__ __forceinline__ void careful_dk_dv(
 }
 
 // One row of dq by the definition, by a warp.
-__device__ __forceinline__ void careful_dq(
+__device__ __noinline__ void careful_dq(
     const Params& p, const Head& head, long long row0, int own) {
   const auto tile_at = [&](long long tile) {
     return Smem<true>::Tile{head.b, head.h, row0, tile * STREAM};
@@ -199,6 +211,7 @@ __device__ __forceinline__ void careful_dq(
   dq.store(KMatrix(p.dq, head.b, head.h, p.seqlen_q), row);
 }
 
+#if PART_DK_DV
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     dk_dv(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
@@ -215,7 +228,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     __syncthreads();  // shared memory has been read by all, the next item may overwrite it
   }
 }
+#endif
 
+#if PART_MAIN
 template <class Sums>
 __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   extern __shared__ Vector shared_memory[];
@@ -285,8 +300,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) dsink(const __grid_constan
   }
 }
 #endif
+#endif  // PART_MAIN
 
-#if HAS_ORDER
+#if HAS_ORDER && PART_ORDER
 extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {
   count_visits<QueryTiles>(p);
   count_visits<KeyTiles>(p);

@@ -170,7 +170,7 @@ __device__ __forceinline__ bool forward_tile(
 }
 
 // One row of that by the definition: lse first, then o with normalised weights. By a warp.
-__device__ __forceinline__ void careful_forward(
+__device__ __noinline__ void careful_forward(
     const Params& p, const Head& head, long long row0, int own) {
   const auto q_gmem = head.q(p), k_gmem = head.k(p);
   const auto v_gmem = head.v(p);
@@ -210,6 +210,7 @@ __device__ __forceinline__ void careful_forward(
     *row_address<Accumulation>(p.lse, head.b, head.h, at) = Accumulation(lse);
 }
 
+#if PART_MAIN
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     forward(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
@@ -229,7 +230,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   }
 }
 
-#if HAS_ORDER
+#endif
+
+#if HAS_ORDER && PART_ORDER
 extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {
   count_visits<Owned>(p);
 }
