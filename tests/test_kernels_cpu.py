@@ -217,7 +217,7 @@ def test_the_parameter_block_has_the_fields_of_params_cuh() -> None:
 
 # What a wrong kernel does, in which pass it shows, a line, and the same line wrong.
 MUTANTS = [
-    ("masks nothing", "forward", "attended ? x : negative_infinity();", "x;"),
+    ("masks nothing", "forward", "      if (attended) {", "      if (true) {"),
     ("keeps the sum as it was", "forward", "row_sum *= rescale;", ";"),
     ("keeps o as it was", "forward", "o_acc[chunk][i][j] *= rescale;", ";"),
     ("lacks a barrier", "forward", "__syncthreads();  // q, k, v: written by all", "//"),

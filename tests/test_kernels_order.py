@@ -1,5 +1,8 @@
 """Work lists of uneven masks (kernels_cu/order.cuh): what is in them, that results do not depend on
-how tiles are cut, and what the order is worth; on a CPU by the emulator (no GPU needed)."""
+how tiles are cut, and what the order is worth; on a CPU by the emulator (no GPU needed).
+
+Longer than other files, for the model of a GPU's schedule at its end.
+"""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from cuflash.expr.derivative import derivatives, param_loads
 from cuflash.expr.expression import Expression, ordered
 from cuflash.expr.nodes import Node, variable
 
+INLINE_LINES = 24  # statements of a mask that are copied to where they are used
 _PAIR = "const Params& p, int b, int h, long long row_at, long long column_at"
 
 
@@ -140,10 +141,12 @@ def emit(
 
 def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     lines, (allows,) = printer.body([mask.root])
+    # A long text is compiled once: its calls cost little beside it, its copies seconds.
+    inline = "__forceinline__" if len(lines) <= INLINE_LINES else "__noinline__"
     by_batch, by_head = (str(name in mask.variables).lower() for name in "bh")
     parts = [
         f"constexpr bool MASK_BY_BATCH = {by_batch}, MASK_BY_HEAD = {by_head};",
-        f"__device__ __forceinline__ bool mask_allows({_PAIR}) {{",
+        f"__device__ {inline} bool mask_allows({_PAIR}) {{",
         *logical_indices("row_at", "column_at"), *lines, f"  return {allows};", "}",
     ]  # fmt: skip
     lines, (certainly, possibly) = printer.body([bounds.certainly, bounds.possibly])

@@ -62,7 +62,9 @@ class WorkList:
 
 def parts(config: Config, text: CallText | None, deterministic: bool) -> dict[str, list[str]]:
     """The kernels of a text by the part that holds them; parts are compiled side by side."""
-    of_kernel = dict.fromkeys(ORDER_KERNELS[config.kernel], "ORDER") | {"dk_dv": "DK_DV"}
+    of_kernel = {"dk_dv": "DK_DV"}
+    for name in ORDER_KERNELS[config.kernel]:
+        of_kernel[name] = "COMBINE" if name.startswith("combine") else "ORDER"
     result: dict[str, list[str]] = {}
     for name in kernels(config, text, deterministic):
         result.setdefault(of_kernel.get(name, "MAIN"), []).append(name)

@@ -47,7 +47,7 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-PARTS = ("MAIN", "DK_DV", "ORDER")
+PARTS = ("MAIN", "DK_DV", "ORDER", "COMBINE")
 
 
 def text(

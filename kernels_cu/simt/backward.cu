@@ -313,6 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) arrange(const __grid_const
   arrange_rows<KeyTiles>(p);
 }
 
+#endif
+
+#if HAS_ORDER && PART_COMBINE
 // One token of a split tile: the sum of the segments' parts. False where it is not finite: a
 // segment asked for the careful path, or its part is beyond the type of the sums.
 template <int WIDTH, class PartAt>

@@ -241,6 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) arrange(const __grid_const
   arrange_rows<Owned>(p);
 }
 
+#endif
+
+#if HAS_ORDER && PART_COMBINE
 // o and lse of split tiles. The maximum and the sum of each segment, not its lse, are merged: the
 // difference of two maxima is exact at any size of s.
 extern "C" __global__ void __launch_bounds__(THREADS) combine(const __grid_constant__ Params p) {
