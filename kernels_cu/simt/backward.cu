@@ -6,6 +6,14 @@
 // Dao 2023, arXiv:2307.08691, Algorithm 2; the formulas' numbers are those of cuflash/reference.py.
 #include "backward.cuh"
 
+// A call costs the fast path registers (dk_dv, bfloat16, head_dim 64 on sm_90: 308 bytes of spills
+// against 0), a copy in line costs time to compile: much, where the text of a mask or score is long.
+#if HAS_MASK || HAS_SCORE
+#define CAREFUL __noinline__
+#else
+#define CAREFUL __forceinline__
+#endif
+
 #if PART_MAIN
 // delta_i = <do_i, o_i> - dlse_i, a warp a row; 0 in a row that sees no key, whatever do and dlse
 // hold there.
@@ -169,7 +177,7 @@ struct CarefulPair {
 };
 
 // One key of dk and dv by the definition, by a warp.
-__device__ __noinline__ void careful_dk_dv(
+__device__ CAREFUL void careful_dk_dv(
     const Params& p, int b, int head_k, long long column0, int own) {
   const int group = int(p.heads_q / p.heads_k);
   const long long key = column0 + own;
@@ -194,7 +202,7 @@ __device__ __noinline__ void careful_dk_dv(
 }
 
 // One row of dq by the definition, by a warp.
-__device__ __noinline__ void careful_dq(
+__device__ CAREFUL void careful_dq(
     const Params& p, const Head& head, long long row0, int own) {
   const auto tile_at = [&](long long tile) {
     return Smem<true>::Tile{head.b, head.h, row0, tile * STREAM};
