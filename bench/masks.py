@@ -118,7 +118,7 @@ def measure(machine: Machine, pattern: Pattern, dtype: str) -> list[Row]:
     options = pattern.options(seqlen)
     o, lse = cuflash.attention(q, k, v, return_lse=True)
     passes = {
-        "forward": lambda more: cuflash.attention(q, k, v, **more),
+        "forward": lambda more: cuflash.attention(q, k, v, return_lse=True, **more),
         "backward": lambda more: cuflash.attention_backward(do, q, k, v, o, lse, **more),
     }
     rows = []

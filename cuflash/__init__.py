@@ -1,6 +1,20 @@
 """cuflash: exact attention, forward and backward, for anyone who holds arrays.
 
 The public names are here. Importing cuflash imports NumPy alone: no framework, no CUDA context.
+
+How a call flows, and who knows what (each imports only what stands below it):
+
+    api                the public calls and their docstrings
+    report, picture    what explain tells; masks to look at
+    call               one call: allocate, run, hand back; kept by shapes and options
+    plan, family       kernel families, their tables of tiles, the choice
+    cpu, gpu           the back ends; gpu: source (text), module (compile, load), schedule, launch
+    problem, combine   every rule about shapes and options; the one mask and score of a call
+    masks, neighborhood, scores, order    each as one expression; permutations of tokens
+    expr               expressions: nodes, operations, values, bounds, derivatives, CUDA text
+    arrays, jax        the only places that know array libraries
+    reference, cost    the definition in float64; bytes and FLOPs
+    cli, demo, info    the command
 """
 
 from cuflash import order

@@ -77,7 +77,9 @@ def attention(
         side is unlimited, an int w is (w, w)
     mask : a mask of `cuflash` (`Causal`, `SlidingWindow`, `Mask`, combined by & | ~), or a bool
         array that broadcasts to (batch, heads_q, seqlen_q, seqlen_k), True where a query attends.
-        causal, window and mask all have to allow a pair
+        causal, window and mask all have to allow a pair. In a call on a GPU, NumPy arrays given as
+        mask, bias, sink or positions, or captured by masks and scores, are copied to it once and
+        kept while they live: later changes in place are not seen (give arrays on the device)
     bias : float array that broadcasts to the same shape and is added to the scores, any dtype and
         strides; or `Param(array)`, to get its gradient
     score : a score of `cuflash` (`Softcap`, `ALiBi`, `RelativeBias`, `Bias`, `Score`, chained by

@@ -121,7 +121,7 @@ def _prepare(views: dict[str, View], options: dict[str, Any]) -> Prepared:
     kept = objects[0].prepared if objects else _plain
     key = (
         tuple((view.shape, view.dtype) for view in inputs),
-        *((name, type(value), value) for name, value in options.items()),  # 1 is not True
+        *((name, value, _kinds(value)) for name, value in options.items()),
     )
     try:
         prepared = kept.get(key)
@@ -132,6 +132,11 @@ def _prepare(views: dict[str, View], options: dict[str, Any]) -> Prepared:
             kept.clear()
         prepared = kept[key] = Prepared(*make(*inputs, **options))
     return prepared
+
+
+def _kinds(value: Any) -> Any:
+    """The types in an option: True and 1 are equal, but not the same option."""
+    return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
 
 class Pass:
@@ -229,7 +234,7 @@ class Pass:
 
     def _four_axes(self, name: str, view: View) -> View:
         """The caller's array as (batch, seqlen, heads, dim); lse as (batch, heads, seqlen)."""
-        if self.axes.plain or name[0] not in "qkvold":
+        if self.axes.plain:
             return view
         if name in ("lse", "dlse"):
             return view.with_axes(tuple(range(3 - view.ndim)))

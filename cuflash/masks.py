@@ -27,6 +27,8 @@ class Mask:
     function : called once with symbols for the batch item, the query head, and the logical indices
         of query and key. It may use operators, comparisons, & | ~, abs, //, %, `cuflash.where`,
         `cuflash.minimum`, `cuflash.maximum`, and index arrays of any library: `ids[q] == ids[k]`.
+        Numbers are taken as they are then. Arrays on the device of a call are read in every call;
+        a NumPy array in a call on a GPU is copied there once: later changes in place are not seen
 
     Raises
     ------

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from cuflash.errors import Unsupported
+from cuflash.family import FAMILIES
 from cuflash.problem import Problem
 
-FAMILIES = ("simt",)
 OLDEST_ARCH = 75
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ guide, appendix).
 _SHARED_LIMIT = {

@@ -1,8 +1,7 @@
 // What the printed text of an expression calls: integer division as in Python, loads of captured
-// arrays, and the tables that bound one-sided parts of an expression on a tile.
+// arrays, and the tables that bound one-sided parts of an expression on a tile. TABLE_BLOCK and
+// BOX_LIMIT are printed before it (cuflash/gpu/source.py).
 #pragma once
-
-constexpr int TABLE_BLOCK = 64;  // tokens a table entry; the same in cuflash/expr/cuda.py
 
 // Storage of captured arrays; the 16-bit floats are distinct types over their bits.
 using element_bool = unsigned char;
@@ -68,8 +67,7 @@ __device__ __forceinline__ Number absolute(Number a) {
 }
 
 // Whether all / any of a bool array's places in a box of indices are true. Sure only in a small
-// box (BOX_LIMIT places, as in cuflash/expr/bounds.py); a larger one answers "perhaps".
-constexpr long long BOX_LIMIT = 64;
+// box (BOX_LIMIT places); a larger one answers "perhaps".
 template <int AXES>
 struct BoxEnds {
   long long at[2 * AXES];  // low and high of each axis

@@ -66,6 +66,15 @@ def test_options(options: dict[str, Any], kind: type[Exception], message: str) -
     assert message in str(error.value)
 
 
+def test_an_equal_option_of_another_type_is_no_old_acquaintance() -> None:
+    """Calls are found again by their options, and True == 1."""
+    cuflash.attention(*arrays(), window=(1, 1), causal=True)
+    with pytest.raises(TypeError, match="window counts keys"):
+        cuflash.attention(*arrays(), window=(True, 1), causal=True)
+    with pytest.raises(TypeError, match="causal must be True or False"):
+        cuflash.attention(*arrays(), window=(1, 1), causal=1)
+
+
 def test_dtypes() -> None:
     q, k, v = arrays()
     with pytest.raises(TypeError, match=r"v.dtype must equal q.dtype = float32, got float64"):

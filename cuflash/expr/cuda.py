@@ -17,7 +17,7 @@ from cuflash.expr.expression import Expression, ordered
 from cuflash.expr.nodes import Captured, Node
 from cuflash.expr.operations import OPERATIONS
 
-TABLE_BLOCK = 64  # tokens that share one entry of a bound table; the same in expression.cuh
+TABLE_BLOCK = 64  # tokens that share one entry of a bound table
 
 Word = tuple[Any, ...]
 """What one of `p.words` holds: (which, "pointer", slot), (.., "stride", slot, axis),

@@ -12,12 +12,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cuflash.expr.bounds import BOX_LIMIT
+from cuflash.expr.cuda import TABLE_BLOCK
+
 if TYPE_CHECKING:
     from cuflash.expr.text import CallText
     from cuflash.plan import Config
 
 _INCLUDE = re.compile(r'#include "(.+)"')
 _TYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+_CONSTANTS = (  # of expressions, where the host counts with them too
+    '#line 1 "constants"\n'
+    f"constexpr int TABLE_BLOCK = {TABLE_BLOCK};\nconstexpr long long BOX_LIMIT = {BOX_LIMIT};\n"
+)
 OPTIONS = ("--std=c++17",)  # of the compiler, everywhere
 
 
@@ -79,7 +86,8 @@ def text(
         flatten("math.cuh", seen),
     ]
     if call is not None:
-        parts += [flatten("expression.cuh", seen), '#line 1 "expressions"\n', call.code]
+        parts += [_CONSTANTS, flatten("expression.cuh", seen)]
+        parts += ['#line 1 "expressions"\n', call.code]
         if has_params:
             parts += [flatten("gradients.cuh", seen), '#line 1 "stores"\n', call.store_code]
     parts.append(flatten(f"{config.family}/{config.kernel}.cu", seen))
