@@ -1,11 +1,12 @@
 // In which order owned tiles are worked, and which of them several blocks share: for masks whose
-// tiles differ in length (Expression.is_band says which do not; they and dense problems have no list).
+// tiles differ in length (Expression.is_band says which do not; these and dense ones have no list).
 //
 // Longest first, so that what is left for the end is short, and a tile of very many visits is cut
 // into segments, so that no block is still at it when all others are done. Before the kernel that
 // does the work, on the caller's stream:
 //   count    a block a row of the list (an owned tile; one row stands for every batch item or head
-//            that the mask does not tell apart): its visits, by the same bounds as the walk
+//            that the mask does not tell apart): its visits, by the same bounds as the walk, and
+//            in which of 64 slices of the passing tiles they are, so that the walk tests no others
 //   arrange  a warp a bucket of lengths: the list, longest bucket first, each in ascending order
 // and after it:
 //   combine  a warp a token of a split tile: its result from those of the segments, in their order
@@ -15,8 +16,8 @@
 // Lengths are cut by the unit U = max(LEAST_VISITS, visits of all / slots): a tile of 2 U and more
 // goes into as many segments as it has whole units. So the segments of all tiles never outnumber
 // the slots that the host reserved, whatever the mask, and no block makes 2 U visits or more. A
-// segment is a range of visits, not of tiles: even for any mask; it finds its first visit by the
-// bounds of the tiles before (32 at a time), which costs about what a walk of the row does.
+// segment is a range of visits, not of tiles: even for any mask; it finds its first visit by walking
+// there, 32 tiles at a time.
 #pragma once
 #include "visit.cuh"
 
@@ -79,7 +80,7 @@ struct Split {
 };
 
 // Long words of the workspace (schedule.py counts them): how many segments and splits there are,
-// the visits of each row, the segments, the splits.
+// the visits and the slices of each row, the segments, the splits.
 template <class Owned>
 struct WorkList {
   Owned owned;
@@ -94,7 +95,8 @@ struct WorkList {
     slots = p.slots / copies;
   }
   __device__ long long* visits() const { return words + 2; }
-  __device__ Segment* segments() const { return (Segment*)(words + 2 + rows); }
+  __device__ long long* slices() const { return words + 2 + rows; }
+  __device__ Segment* segments() const { return (Segment*)(words + 2 + 2 * rows); }
   __device__ Split* splits() const { return (Split*)(segments() + rows + slots); }
 
   __device__ long long items(const Params& p) const {
@@ -122,25 +124,37 @@ struct WorkList {
   }
 };
 
-// The visits of every row, a block a row.
+// The visits and the slices of every row, a block a row, a warp a slice.
 template <class Owned>
 __device__ __forceinline__ void count_visits(const Params& p) {
   const WorkList<Owned> list(p);
   if (list.words == nullptr) return;
+  using Word = unsigned long long;
+  const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  const int members = MASK_BY_HEAD ? list.owned.members : 1;
+  const long long passing = list.owned.passing, width = 32ll * tests_of_slice(passing);
   for (long long row = blockIdx.x; row < list.rows; row += gridDim.x) {
     const Item item = list.place(row, 0);
-    const int members = MASK_BY_HEAD ? list.owned.members : 1;
-    long long visits = 0;
-    for (int member = 0; member < members; ++member) {
-      const int h = item.head * list.owned.members + member;
-      for (long long first = 0; first < list.owned.passing; first += blockDim.x) {
-        const long long at = first + threadIdx.x;
-        const bool visited =
-            at < list.owned.passing && Owned::tile_at(item.b, h, item.tile, at).state(p) != SKIP;
-        visits += __syncthreads_count(visited);
-      }
+    Word visits = 0, slices = 0;
+    for (int slice = threadIdx.x / 32; slice < Config::SLICES; slice += warps) {
+      const long long end = larger(0ll, passing - slice * width);  // of the tiles from the slice on
+      for (int member = 0; member < members; ++member)
+        for (long long test = 0; test < width && test < end; test += 32) {
+          const int h = item.head * list.owned.members + member;
+          const long long at = slice * width + test + lane;
+          const bool visited =
+              at < passing && Owned::tile_at(item.b, h, item.tile, at).state(p) != SKIP;
+          const unsigned found = __ballot_sync(ALL_LANES, visited);
+          visits += __popc(found);
+          if (found != 0) slices |= Word(1) << slice;
+        }
     }
-    if (threadIdx.x == 0) list.visits()[row] = visits * (list.owned.members / members);
+    if (threadIdx.x == 0) list.visits()[row] = list.slices()[row] = 0;
+    __syncthreads();  // the sums: set to 0 by one thread, added to by all warps
+    if (lane == 0 && visits != 0) {
+      atomicAdd((Word*)&list.visits()[row], visits * (list.owned.members / members));
+      atomicAdd((Word*)&list.slices()[row], slices);  // no two warps share a slice
+    }
   }
 }
 
@@ -202,12 +216,14 @@ __device__ __forceinline__ void arrange_bucket(
     if (__ballot_sync(ALL_LANES, here) == 0) continue;
     const long long pieces = here ? cut.segments(unsigned(visits)) : 0;
     const long long shared = pieces > 1 ? pieces : 0;
-    const long long segment0 = segments + lanes_before(pieces), slot0 = slots + lanes_before(shared);
+    const auto slices = here ? (unsigned long long)list.slices()[row] : 0;
+    const long long segment0 = segments + lanes_before(pieces);
+    const long long slot0 = slots + lanes_before(shared);
     const long long split = splits + lanes_before(shared > 0);
     for (long long piece = 0; piece < pieces; ++piece) {
       const long long skip = visits * piece / pieces, end = visits * (piece + 1) / pieces;
       list.segments()[segment0 + piece] = {
-          row, shared > 0 ? slot0 + piece : -1, {int(skip), int(end - skip)}};
+          row, shared > 0 ? slot0 + piece : -1, {int(skip), int(end - skip), slices}};
     }
     if (shared > 0) list.splits()[split] = {row, slot0, pieces};
     segments += lanes_sum<32>(pieces);

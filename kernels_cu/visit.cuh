@@ -38,10 +38,17 @@ struct ScoreTile {
 };
 
 // Which of an owned tile's visits, counted along its walk, one block makes: it leaves out `skip` of
-// them and makes `left`. All of them, unless the tile is split (order.cuh).
+// them and makes `left`. All of them, unless the tile is split (order.cuh). Bit s: whether any visit
+// lies in slice s of the tiles that pass, so that a walk need not test the others.
 struct Visits {
   int skip = 0, left = 0x7fffffff;
+  unsigned long long slices = ~0ull;
 };
+
+// Tests of 32 tiles that make a slice.
+__device__ __forceinline__ int tests_of_slice(long long tiles) {
+  return int((tiles - 1) / (32 * Config::SLICES)) + 1;
+}
 
 // A walk over the tiles that are not skipped, in ascending order. A warp tests 32 tiles at a time,
 // a lane a tile, and a ballot gives the answers to all: no list in memory, no host. Every warp of
@@ -59,6 +66,9 @@ class Walk {
 #endif
     while (visited_ == 0) {
       first_ += 32;
+#if HAS_ORDER
+      pass_slices();
+#endif
       if (first_ >= tiles_) return false;
       const long long mine = first_ + threadIdx.x % 32;
       const int state = mine < tiles_ ? state_of(mine) : int(SKIP);
@@ -79,6 +89,14 @@ class Walk {
   }
 
  private:
+  // Moves first_ on to a slice that holds visits, to the end where there is none.
+  __device__ void pass_slices() {
+    const unsigned tests = tests_of_slice(tiles_), slice = unsigned(first_ / 32) / tests;
+    const unsigned long long rest = slice < Config::SLICES ? visits_.slices >> slice : 0;
+    if (rest & 1) return;
+    first_ = rest == 0 ? tiles_ : 32ll * tests * (slice + __ffsll((long long)rest) - 1);
+  }
+
   long long tiles_, first_ = -32;
   Visits& visits_;
   unsigned visited_ = 0, partly_ = 0;  // bit t: the tile first_ + t

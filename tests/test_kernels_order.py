@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cases import MASKS, Case
+from cases import MASKS, Case, MaskCase, logical
 from test_kernels_cpu import cast, check, emulator, problem_of, run
 
 import cuflash
@@ -27,7 +27,7 @@ needs_compiler = pytest.mark.skipif(
     emulator.compiler() is None, reason="g++ is not installed: the emulator needs it"
 )
 
-LONG = Case(seqlen_q=200, seqlen_k=330, batch=2, heads_q=4, heads_k=2, head_dim=16, head_dim_v=24)
+LONG = Case(seqlen_q=140, seqlen_k=201, batch=1, heads_q=4, heads_k=2, head_dim=16, head_dim_v=24)
 BANDS = ("causal", "top-left", "window", "window-left")
 
 
@@ -45,22 +45,28 @@ class Entry(NamedTuple):
     slot: int
     skip: int
     left: int
+    slices: int
 
 
 def unpack(words: np.ndarray, size: schedule.WorkList) -> tuple[list[int], list[Entry], list[Any]]:
     """Visits of rows, segments, splits of a list as the kernels leave it."""
     visits = words[2 : 2 + size.rows]
-    at = 2 + size.rows
+    at = 2 + 2 * size.rows
     segments = [
-        Entry(int(row), int(slot), int(pair & 0xFFFFFFFF), int(pair >> 32))
-        for row, slot, pair in words[at : at + 3 * words[0]].reshape(-1, 3)
+        Entry(int(row), int(slot), int(pair & 0xFFFFFFFF), int(pair >> 32), int(slices))
+        for row, slot, pair, slices in words[at : at + 4 * words[0]].reshape(-1, 4)
     ]
-    at += 3 * (size.rows + size.slots)
+    at += 4 * (size.rows + size.slots)
     return visits.tolist(), segments, words[at : at + 3 * words[1]].reshape(-1, 3).tolist()
 
 
 def expected_visits(problem: Problem, config: plan.Config, name: str) -> list[int]:
     """Visits of each row of a list, by the mask on NumPy."""
+    return [len(tiles) for tiles in expected_tiles(problem, config, name)]
+
+
+def expected_tiles(problem: Problem, config: plan.Config, name: str) -> list[list[int]]:
+    """The passing tiles that each row of a list visits, of all members of its group."""
     mask = problem.mask
     assert mask is not None
     arrays = [captured.array for captured in mask.arrays]
@@ -72,7 +78,11 @@ def expected_visits(problem: Problem, config: plan.Config, name: str) -> list[in
     tiles = -(-(problem.seqlen_q if by_q else problem.seqlen_k) // config.block_q)
     ask = states.states if by_q else states.states_k
     return [
-        sum(int((ask(b, head * group + member, tile) != 0).sum()) for member in range(group))
+        [
+            int(at)
+            for member in range(group)
+            for at in np.flatnonzero(ask(b, head * group + member, tile))
+        ]
         for b in range(problem.batch if states.depends_on_batch else 1)
         for head in range(heads if states.depends_on_head else 1)
         for tile in range(tiles)
@@ -80,62 +90,94 @@ def expected_visits(problem: Problem, config: plan.Config, name: str) -> list[in
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["documents-causal", "by-head", "prefix", "array-empty-rows"])
-@pytest.mark.parametrize("blocks", [1, 6])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("documents-causal", 1), ("by-head", 6), ("array-empty-rows", 6)]
+)
 def test_the_list(tiny: None, name: str, blocks: int) -> None:
     """Every visit of every tile once, longest first, no more slots than there are."""
-    case = replace(LONG, mask=name)
+    case = replace(LONG, mask=name, batch=2)
+    check_lists(case, blocks)
+
+
+def check_lists(case: Case, blocks: int) -> None:
     arrays = cast(case, case.inputs())
     problem, text = problem_of(case, arrays), launch.call_text(problem_of(case, arrays))
     kept: dict[str, np.ndarray] = {}
-    run(case, arrays, blocks=blocks, keep=kept)
+    check(case, arrays, blocks=blocks, keep=kept)
     for kernel in schedule.KERNELS:
-        config = plan.simt_config(kernel, "float32", 16, 24, plan.shared_limit_of(90))
+        dims = case.head_dim, case.head_dim_v
+        config = plan.simt_config(kernel, "float32", *dims, plan.shared_limit_of(90))
         sizes = schedule.work_lists(config, problem, text, blocks)
         assert sizes
         for order, size in sizes.items():
             words = kept[f"{kernel} {order}"]
             assert words.size == size.words
-            visits, segments, splits = unpack(words, size)
-            assert visits == expected_visits(problem, config, order)
-            of_row: dict[int, list[Entry]] = {row: [] for row in range(size.rows)}
-            for segment in segments:
-                of_row[segment.row].append(segment)
-            slots = []
-            for row, parts in of_row.items():
-                assert [part.skip for part in parts] == [
-                    sum(part.left for part in parts[:n]) for n in range(len(parts))
-                ]
-                assert sum(part.left for part in parts) == visits[row]
-                used = [part.slot for part in parts if part.slot >= 0]
-                assert ([row, used[0], len(used)] in splits) if used else len(parts) == 1
-                assert used == list(range(used[0], used[0] + len(parts))) if used else True
-                slots += used
-            assert len(set(slots)) == len(slots) <= size.slots
-            assert sum(count for *_, count in splits) == len(slots)
-            lengths = [segment.left for segment in segments]
-            coarse = max(lengths) / plan.BUCKETS + 1
-            assert all(a >= b - coarse for a, b in itertools.pairwise(lengths))
+            tiles = expected_tiles(problem, config, order)
+            check_list(words, size, tiles, problem, config.block_k)
+
+
+def check_list(
+    words: np.ndarray, size: schedule.WorkList, tiles: list[list[int]], problem: Problem, block: int
+) -> None:
+    visits, segments, splits = unpack(words, size)
+    assert visits == [len(each) for each in tiles]
+    of_row: dict[int, list[Entry]] = {row: [] for row in range(size.rows)}
+    for segment in segments:
+        of_row[segment.row].append(segment)
+    slots = []
+    for row, parts in of_row.items():
+        ends = np.cumsum([0, *(part.left for part in parts)]).tolist()
+        assert [part.skip for part in parts] == ends[:-1] and ends[-1] == visits[row]
+        used = [part.slot for part in parts if part.slot >= 0]
+        if used:
+            assert used == list(range(used[0], used[0] + len(parts)))
+            assert [row, used[0], len(used)] in splits
+        else:
+            assert len(parts) == 1
+        slots += used
+        passing = -(-max(problem.seqlen_q, problem.seqlen_k) // block)
+        width = 32 * -(-passing // (32 * plan.SLICES))
+        held = {1 << at // width for at in tiles[row]}
+        assert all(part.slices & 2**plan.SLICES - 1 == sum(held) for part in parts)
+    assert len(set(slots)) == len(slots) <= size.slots
+    assert sum(count for *_, count in splits) == len(slots)
+    lengths = [segment.left for segment in segments]
+    coarse = max(lengths) / plan.BUCKETS + 1
+    assert all(a >= b - coarse for a, b in itertools.pairwise(lengths))
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*MASKS][6:])
+@pytest.mark.parametrize(("slices", "lengths"), [(3, (40, 9000)), (64, (9000, 40))])
+def test_slices(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, slices: int, lengths: tuple[int, int]
+) -> None:
+    """Tiles far apart: a walk leaves out what lies between, in one test of 32 tiles or several."""
+    monkeypatch.setattr(plan, "SLICES", slices)
+    far = cuflash.Mask(lambda b, h, q, k: (q - k) % 8900 < 30)
+    mask = MaskCase(lambda *_: {"mask": far}, lambda case: np.subtract(*logical(case)) % 8900 < 30)
+    monkeypatch.setitem(MASKS, "far", mask)
+    case = Case(*lengths, batch=1, heads_q=2, heads_k=1, mask="far")
+    check_lists(case, 4)
+    with pytest.raises(AssertionError, match="are wrong"):  # a walk that leaves out the last ones
+        check(case, edit=lambda text: text.replace("first_ = rest == 0", "first_ = true"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["outside", "by-head", "array", "array-empty-rows", "prefix",
+                                  "local-global", "positions-global"])  # fmt: skip
 def test_split_tiles_give_the_same(tiny: None, name: str) -> None:
-    """Every mask that is no band, in both passes, with tiles in as many segments as slots allow."""
-    case = replace(LONG, mask=name, batch=1, heads_q=3, heads_k=1, seqlen_q=135)
+    """In both passes, with tiles in as many segments as the slots allow."""
     kept: dict[str, np.ndarray] = {}
-    check(case, keep=kept, blocks=5)
-    assert any(kept[key][1] > 0 for key in kept if "order" in key) or name in (
-        "nothing", "neighborhood-3d", "neighborhood-2d",
-    )  # fmt: skip
+    check(replace(LONG, mask=name), keep=kept, blocks=8)
+    assert all(kept[key][1] > 0 for key in kept if "order" in key)
 
 
 @needs_compiler
 @pytest.mark.parametrize(
     "change",
-    [{"seqlen_q": 1}, {"seqlen_k": 65, "seqlen_q": 257}, {"heads_q": 6, "heads_k": 2, "batch": 1},
-     {"dtype": "bfloat16", "head_dim": 40}, {"dtype": "float64"}, {"head_dim": 130, "batch": 1},
-     {"seqlen_k": 0}],
+    [{"seqlen_q": 1}, {"seqlen_k": 65, "seqlen_q": 257}, {"heads_q": 6, "heads_k": 2, "batch": 2},
+     {"dtype": "float64", "heads_q": 1, "heads_k": 1},
+     {"dtype": "bfloat16", "head_dim": 130, "heads_q": 1, "heads_k": 1}, {"seqlen_k": 0}],
     ids=str,
 )  # fmt: skip
 def test_sizes(tiny: None, change: Mapping[str, Any]) -> None:
@@ -163,7 +205,7 @@ def test_repeats_are_equal_to_the_bit(tiny: None) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_masked_values_reach_nothing(tiny: None, value: float) -> None:
     """Keys that no query sees, in segments whose other keys are seen."""
-    case = replace(LONG, mask="array-keys", batch=1)
+    case = replace(LONG, mask="array-keys")
     arrays = cast(case, case.inputs())
     right = check(case, arrays, blocks=9)
     unseen = ~case.allowed()[0, 0].any(axis=0)
@@ -177,12 +219,12 @@ def test_masked_values_reach_nothing(tiny: None, value: float) -> None:
 
 @needs_compiler
 def test_nan_in_an_attended_pair_propagates(tiny: None) -> None:
-    case = replace(LONG, mask="prefix", batch=1, seqlen_q=330)
+    case = replace(LONG, mask="prefix", seqlen_k=140)
     arrays = cast(case, case.inputs())
     arrays["v"][0, 40, 0, 3] = np.nan
     arrays["k"][0, 50, 1, 2] = np.nan
     results = run(case, arrays, blocks=9)
-    rows = np.arange(330)
+    rows = np.arange(140)
     assert np.array_equal(np.isnan(results["o"][0, :, :2, 3]), np.stack([rows >= 40] * 2, 1))
     assert np.array_equal(np.isnan(results["lse"][0, 2]), rows >= 50)
     assert not np.isnan(results["o"][0, :, :2, :3]).any()
@@ -193,7 +235,7 @@ def test_nan_in_an_attended_pair_propagates(tiny: None) -> None:
 @needs_compiler
 def test_large_logits(tiny: None) -> None:
     """The maxima of segments differ by less than one step of their lse: the merge is exact."""
-    case = replace(LONG, mask="documents-1d", head_dim=64, head_dim_v=64, batch=1)
+    case = replace(LONG, mask="documents-1d", head_dim=64, head_dim_v=64)
     arrays = cast(case, {name: np.full_like(array, 133120.0)
                          for name, array in case.inputs().items() if name in "qkv"})  # fmt: skip
     results = run(case, arrays, blocks=9)
@@ -217,7 +259,7 @@ MUTANTS = [
 def test_a_wrong_kernel_fails(tiny: None, mutant: tuple[str, str, str]) -> None:
     """The checks above see a kernel that is wrong by one line."""
     name, old, new = mutant
-    case = replace(LONG, mask="documents-1d", batch=1)
+    case = replace(LONG, mask="documents-1d")
     arrays = cast(case, {each: array for each, array in case.inputs().items() if each in "qkv"})
     arrays["q"] *= 4  # so that maxima differ
     if name == "trusts a bad segment":
@@ -331,12 +373,18 @@ def globals_first() -> dict[str, Any]:
     return {"mask": near | cuflash.GlobalTokens(flags), "positions": order.positions}
 
 
+def neighborhood() -> dict[str, Any]:
+    order = cuflash.order.tiles((64,) * 3, (4, 4, 8))
+    return {"mask": cuflash.Neighborhood((64,) * 3, 7), "positions": order.positions}
+
+
 ACCEPTANCE = {
     "causal": (16384, 16, lambda: {"causal": True}),
     "window": (16384, 16, lambda: {"window": (1024, 0)}),
     "documents": (32768, 8, documents),
     "prefix": (16384, 16, lambda: {"mask": cuflash.PrefixLM(4096)}),
     "global first": (100_000, 2, globals_first),
+    "neighbourhood": (64**3, 1, neighborhood),
 }
 
 

@@ -51,8 +51,8 @@ class WorkList:
 
     @property
     def words(self) -> int:
-        """Its 8-byte words: two counts, visits, segments, splits."""
-        return 2 + self.rows + 3 * (self.rows + self.slots) + 3 * (self.slots // 2)
+        """Its 8-byte words: two counts, visits and slices, segments, splits."""
+        return 2 + 2 * self.rows + 4 * (self.rows + self.slots) + 3 * (self.slots // 2)
 
     @property
     def blocks(self) -> int:

@@ -41,7 +41,7 @@ std::vector<Fiber> fibers;
 std::function<void()> body;
 ucontext_t scheduler;
 unsigned current;
-int block_or, block_count;
+int block_or;
 
 inline void wait_as(Wait wait) {
   fibers[current].wait = wait;
@@ -105,11 +105,10 @@ inline bool run_block(unsigned threads, bool reverse) {
     for (unsigned n = 0; n < threads; n += 32)
       if (!run_warp(reverse ? threads - 32 - n : n, reverse)) return false;
     unsigned at_block = 0;
-    block_or = block_count = 0;
+    block_or = 0;
     for (Fiber& fiber : fibers) {
       at_block += fiber.wait == AT_BLOCK;
       block_or |= fiber.flag;
-      block_count += fiber.flag;
     }
     if (at_block == 0) return true;
     if (at_block != threads) return false;  // some threads never come to the barrier
@@ -153,10 +152,6 @@ inline int __syncthreads_or(int flag) {
   emulator::wait_as(emulator::AT_BLOCK);
   return emulator::block_or;
 }
-inline int __syncthreads_count(int flag) {
-  __syncthreads_or(flag);
-  return emulator::block_count;
-}
 inline void __syncwarp(unsigned = ~0u) { emulator::exchange(0, 0); }
 
 inline unsigned __ballot_sync(unsigned, int flag) {
@@ -184,6 +179,8 @@ Number __shfl_up_sync(unsigned mask, Number value, int offset) {
 }
 
 inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
+inline int __ffsll(long long bits) { return __builtin_ffsll(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __clzll(long long bits) { return bits ? __builtin_clzll(bits) : 64; }
 inline float __uint_as_float(unsigned bits) { return emulator::bits_as<float>(bits); }
 inline unsigned __float_as_uint(float value) { return emulator::bits_as<unsigned>(value); }
