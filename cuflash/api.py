@@ -178,7 +178,7 @@ def attention_backward(
         "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
     call = Call(q, k, v, options, more={"do": do, "o": o, "lse": lse, "dlse": dlse})
-    step = call.prepared.step(True, dlse is not None)
+    step = call.step(True, dlse is not None)
     dq, dk, dv, *rest = call.run(True, dlse is not None)
     return Gradients(dq, dk, dv, dict(zip(step.params, rest, strict=True)), bias, sink)
 
@@ -231,7 +231,7 @@ def explain(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -
     TypeError, ValueError, Unsupported: as the call itself would.
     """
     call = Call(q, k, v, options, manual=True)
-    return report(call.prepared.step(backward, True), call.views)
+    return report(call.step(backward, True), call.views)
 
 
 def warmup(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) -> None:
@@ -245,4 +245,4 @@ def warmup(q: Any, k: Any, v: Any, *, backward: bool = False, **options: Any) ->
     call = Call(q, k, v, options, manual=True)
     if call.device.kind == "cuda":
         for is_backward in (False, True) if backward else (False,):
-            call.prepared.step(is_backward, True).prepare(call.device)
+            call.step(is_backward, True).prepare(call.device)

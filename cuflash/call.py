@@ -17,6 +17,7 @@ from cuflash.arrays import View
 from cuflash.expr.bounds import TileMask
 from cuflash.expr.nodes import Param
 from cuflash.expr.scoring import TileScore
+from cuflash.gpu import tensor_map
 from cuflash.masks import Mask
 from cuflash.problem import Axes, Problem, check_backward, make
 from cuflash.scores import Score
@@ -63,13 +64,21 @@ class Call:
     def device(self) -> arrays.Device:
         return self.views["q"].device
 
+    def step(self, backward: bool, with_lse: bool) -> Pass:
+        """The pass of this call's arrays."""
+        inputs = (self.views[name] for name in "qkv")
+        is_readable = self.problem.dtype not in ("float16", "bfloat16") or all(
+            map(tensor_map.is_readable, inputs)
+        )
+        return self.prepared.step(backward, with_lse, is_readable)
+
     def run(self, backward: bool, with_lse: bool) -> list[Any]:
         """Allocate the outputs by the caller's library, run, and hand the outputs over.
 
         The outputs are those of `Pass.outputs`, in this order.
         """
         device, library = self.device, self.library
-        step = self.prepared.step(backward, with_lse)
+        step = self.step(backward, with_lse)
         captured = [
             arrays.capture(array.array, "an array captured by mask, score, bias or sink", device,
                            library)
@@ -94,13 +103,13 @@ class Prepared:
     def __init__(self, problem: Problem, axes: Axes) -> None:
         self.problem, self.axes = problem, axes
         self.captured = problem.captured
-        self._steps: dict[tuple[bool, bool], Pass] = {}
+        self._steps: dict[tuple[bool, ...], Pass] = {}
 
-    def step(self, backward: bool, with_lse: bool) -> Pass:
+    def step(self, backward: bool, with_lse: bool, is_readable: bool) -> Pass:
         """The pass, made once."""
-        key = backward, with_lse
+        key = backward, with_lse, is_readable
         if key not in self._steps:
-            self._steps[key] = Pass(self.problem, self.axes, backward, with_lse)
+            self._steps[key] = Pass(self.problem, self.axes, *key)
         return self._steps[key]
 
 
@@ -143,13 +152,16 @@ class Pass:
     """Forward or backward of one problem, without arrays. Hashable: equal ones do the same work.
 
     with_lse : forward writes lse; backward reads dlse
+    is_readable : Hopper's copy engine reads q, k and v in place
     """
 
-    def __init__(self, problem: Problem, axes: Axes, backward: bool, with_lse: bool) -> None:
+    def __init__(
+        self, problem: Problem, axes: Axes, backward: bool, with_lse: bool, is_readable: bool
+    ) -> None:
         self.problem, self.axes = problem, axes
-        self.is_backward, self.with_lse = backward, with_lse
+        self.is_backward, self.with_lse, self._is_readable = backward, with_lse, is_readable
         numbers = tuple(None if e is None else e.operands for e in problem.expressions)
-        self._key = (problem.key, numbers, axes, backward, with_lse)
+        self._key = (problem.key, numbers, axes, backward, with_lse, is_readable)
         self._launches: dict[Any, Any] = {}
 
     def __hash__(self) -> int:
@@ -161,7 +173,8 @@ class Pass:
     @cached_property
     def detached(self) -> Pass:
         """An equal pass that holds none of the arrays that the expressions captured."""
-        return Pass(self.problem.detached(), self.axes, self.is_backward, self.with_lse)
+        options = self.is_backward, self.with_lse, self._is_readable
+        return Pass(self.problem.detached(), self.axes, *options)
 
     @property
     def params(self) -> list[Param]:
@@ -229,7 +242,8 @@ class Pass:
         if key not in self._launches:
             from cuflash.gpu.launch import Launch
 
-            self._launches[key] = Launch(self.problem, device.index, self.is_backward)
+            options = self.is_backward, self._is_readable
+            self._launches[key] = Launch(self.problem, device.index, *options)
         return self._launches[key]
 
     def _four_axes(self, name: str, view: View) -> View:

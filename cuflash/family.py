@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-FAMILIES = ("simt",)
+FAMILIES = ("sm90", "simt")
 
 _forced: ContextVar[str | None] = ContextVar("cuflash_family", default=None)
 
@@ -18,8 +18,9 @@ def using(*, family: str) -> Iterator[None]:
 
     Parameters
     ----------
-    family : "simt", the kernels that run on any GPU. The environment variable CUFLASH_FAMILY does
-        the same for a whole process. Calls on the CPU are not affected
+    family : "sm90", tensor cores of Hopper (float16 and bfloat16, forward), or "simt", the kernels
+        that run on any GPU. The environment variable CUFLASH_FAMILY does the same for a whole
+        process. Calls on the CPU are not affected
 
     Raises
     ------

@@ -14,7 +14,17 @@ struct Rows {
   long long stride_b, stride_h, stride_s;
 };
 
+#if HAS_TENSOR_MAPS
+// What Hopper's copy engine has to know of an array (cuflash/gpu/tensor_map.py).
+struct alignas(64) TensorMap {
+  unsigned long long opaque[16];
+};
+#endif
+
 struct Params {
+#if HAS_TENSOR_MAPS
+  TensorMap map_q, map_k, map_v;
+#endif
   Tensor q, k, v, o;
   Rows lse;
   Tensor do_, dq, dk, dv;  // backward only; `do` alone is a C++ keyword

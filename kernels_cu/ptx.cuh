@@ -17,4 +17,11 @@ __device__ __forceinline__ unsigned short cvt_rn_f16_f32(float value) {
   return bits;
 }
 
+// PTX ISA 9.7.3.21 (ex2): 2^x to 2 ulp, subnormal numbers as zero.
+__device__ __forceinline__ float ex2_approx_ftz_f32(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 #endif

@@ -10,9 +10,28 @@ __device__ __forceinline__ bool is_masked(Number s) {
   return s == negative_infinity<Number>();
 }
 
+// In which units a kernel holds scores: s itself, or s * log2(e) where exp2 is an instruction.
+struct Natural {
+  template <class Number>
+  __device__ static Number exp(Number s) { return natural_exp(s); }
+  template <class Number>
+  __device__ static Number from_natural(Number s) { return s; }
+  template <class Number>
+  __device__ static Number lse(Number row_max, Number row_sum) {
+    return row_max + natural_log(row_sum);
+  }
+};
+struct Binary {
+  __device__ static float exp(float s) { return ex2_approx_ftz_f32(s); }
+  __device__ static float from_natural(float s) { return s * LOG2_E; }
+  __device__ static float lse(float row_max, float row_sum) {
+    return (row_max + log2f(row_sum)) * LN_2;
+  }
+};
+
 // The state of a row after some of its keys. Threads may share a row: then row_max is the same in
 // all of them, and row_sum is the sum over each one's own keys.
-template <class Number>
+template <class Number, class Units = Natural>
 struct RowState {
   Number row_max, row_sum;
   __device__ RowState() : row_max(negative_infinity<Number>()), row_sum(0) {}
@@ -24,13 +43,13 @@ struct RowState {
   __device__ Number raise(Number new_max) {
     const Number old_max = row_max;
     row_max = new_max > old_max ? new_max : old_max;
-    const Number rescale = natural_exp(old_max - reference());
+    const Number rescale = Units::exp(old_max - reference());
     row_sum *= rescale;
     return rescale;
   }
 
   // p = exp(s - m). The difference comes first: it is exact near the maximum at any logit size.
-  __device__ Number weigh(Number s) const { return natural_exp(s - reference()); }
+  __device__ Number weigh(Number s) const { return Units::exp(s - reference()); }
 
   // Adds a logit without a value, a sink. Returns the factor for earlier sums, as raise does.
   __device__ Number include(Number logit) {
@@ -49,13 +68,13 @@ struct RowState {
   __device__ RowState over_lanes() const {
     RowState all;
     all.row_max = lanes_max<32>(row_max);
-    all.row_sum = lanes_sum<32>(row_sum * natural_exp(row_max - all.reference()));
+    all.row_sum = lanes_sum<32>(row_sum * Units::exp(row_max - all.reference()));
     return all;
   }
 
   // lse = m + log(l), once row_sum is the sum over all keys.
   __device__ Number lse() const {
-    return row_sum == Number(0) ? negative_infinity<Number>() : row_max + natural_log(row_sum);
+    return row_sum == Number(0) ? negative_infinity<Number>() : Units::lse(row_max, row_sum);
   }
 };
 

@@ -12,10 +12,11 @@ struct ScoreTile {
   int b, h;
   long long row0, column0;
 
-  // WHOLE: every pair is attended. SKIP: none is. PARTLY: the mask must be asked pair by pair.
-  __device__ int state(const Params& p) const {
+  // WHOLE: every pair is attended. SKIP: none is. PARTLY: the mask must be asked pair by pair. Rows
+  // beyond the end of the queries may not count: what becomes of them is then never stored.
+  __device__ int state(const Params& p, bool rows_count = true) const {
     long long row1 = row0 + BLOCK_Q - 1, column1 = column0 + BLOCK_K - 1;
-    const bool overhangs = row1 >= p.seqlen_q || column1 >= p.seqlen_k;
+    const bool overhangs = (rows_count && row1 >= p.seqlen_q) || column1 >= p.seqlen_k;
     if (row1 >= p.seqlen_q) row1 = p.seqlen_q - 1;
     if (column1 >= p.seqlen_k) column1 = p.seqlen_k - 1;
 #if HAS_MASK

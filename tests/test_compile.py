@@ -14,7 +14,8 @@ import pytest
 from cases import Case
 from test_kernels_cpu import problem_of
 
-from cuflash import plan
+from cuflash import plan, simt
+from cuflash.config import Config, shared_limit_of
 from cuflash.errors import Unsupported
 from cuflash.gpu import launch, schedule, source
 
@@ -41,7 +42,7 @@ def compile_all(
     return results
 
 
-def named(config: plan.Config) -> str:
+def named(config: Config) -> str:
     return (
         f"{config.kernel} {config.dtype} d {config.head_dim} tile {config.block_q}x{config.block_k}"
         f" shared {config.shared_bytes}"
@@ -52,7 +53,7 @@ def named(config: plan.Config) -> str:
 def test_every_row_compiles(arch: int) -> None:
     """Each row at its widest; the dtypes of the same sums take turns from arch to arch."""
     turn = ARCHS.index(arch)
-    by_row: dict[tuple, list[plan.Config]] = {}
+    by_row: dict[tuple, list[Config]] = {}
     for config in plan.configs_for(arch):
         row = (config.kernel, config.dtype == "float64", config.head_dim)
         by_row.setdefault(row, []).append(config)
@@ -61,7 +62,7 @@ def test_every_row_compiles(arch: int) -> None:
     for (name, _), kernels in results.items():
         assert set(kernels) == set(schedule.KERNELS[name.split()[0]])
     for config in configs:
-        assert config.shared_bytes <= plan.shared_limit_of(arch)
+        assert config.shared_bytes <= shared_limit_of(arch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -69,8 +70,8 @@ def test_tuned_tiles_do_not_spill(head_dim: int) -> None:
     texts = []
     for kernel in schedule.KERNELS:
         for dtype in ("float32", "bfloat16"):
-            limit = plan.shared_limit_of(90)
-            config = plan.simt_config(kernel, dtype, head_dim, head_dim, limit)
+            limit = shared_limit_of(90)
+            config = simt.simt_config(kernel, dtype, head_dim, head_dim, limit)
             texts.append((named(config), 90, source.text(config)))
     for kernels in compile_all(texts).values():
         assert all(usage.spills <= SPILL_LIMIT for usage in kernels.values()), kernels
@@ -84,7 +85,7 @@ def test_with_a_mask(arch: int, mask: str) -> None:
     text = launch.call_text(problem)
     assert text is not None
     configs = [
-        plan.simt_config(kernel, "float16", 64, 64, plan.shared_limit_of(arch))
+        simt.simt_config(kernel, "float16", 64, 64, shared_limit_of(arch))
         for kernel in schedule.KERNELS
     ]
     results = compile_all([(named(each), arch, source.text(each, text)) for each in configs])
@@ -100,7 +101,7 @@ def test_with_everything(arch: int) -> None:
     text = launch.call_text(problem)
     assert text is not None and text.has_order and text.has_dsink and len(text.params) == 3
     configs = [
-        plan.simt_config(kernel, "float16", 64, 64, plan.shared_limit_of(arch))
+        simt.simt_config(kernel, "float16", 64, 64, shared_limit_of(arch))
         for kernel in schedule.KERNELS
     ]
     texts = [
@@ -111,7 +112,7 @@ def test_with_everything(arch: int) -> None:
 
 
 def test_a_wrong_text_names_its_file_and_line() -> None:
-    config = plan.simt_config("forward", "float32", 8, 8, plan.shared_limit_of(90))
+    config = simt.simt_config("forward", "float32", 8, 8, shared_limit_of(90))
     text = source.text(config).replace("probe = first_probe(p);", "probe = nought;")
     with pytest.raises(nvrtc.CompileError, match=r"simt/forward\.cu\(\d+\): error.*nought"):
         nvrtc.compile_text(text, 90, source.OPTIONS)
@@ -119,9 +120,9 @@ def test_a_wrong_text_names_its_file_and_line() -> None:
 
 def test_what_has_no_kernel_says_why() -> None:
     with pytest.raises(Unsupported, match=r"head_dim 513 .* up to 512"):
-        plan.simt_config("forward", "float16", 513, 64, 1 << 20)
+        simt.simt_config("forward", "float16", 513, 64, 1 << 20)
     with pytest.raises(Unsupported, match=r"bytes of shared memory a block, this GPU has 16384"):
-        plan.simt_config("forward", "float64", 64, 64, 16384)
+        simt.simt_config("forward", "float64", 64, 64, 16384)
     case = Case()
     with pytest.raises(Unsupported, match=r"7\.5 or newer, this GPU has 7\.0"):
         plan.choose(problem_of(case, case.inputs()), "forward", 70)

@@ -18,7 +18,9 @@ from cases import MASKS, Case, MaskCase, logical
 from test_kernels_cpu import cast, check, emulator, problem_of, run
 
 import cuflash
-from cuflash import plan
+from cuflash import config as constants
+from cuflash import simt
+from cuflash.config import Config, shared_limit_of
 from cuflash.expr.bounds import TileMask
 from cuflash.gpu import launch, schedule
 from cuflash.problem import Problem, make
@@ -34,7 +36,7 @@ BANDS = ("causal", "top-left", "window", "window-left")
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment may be a single visit: small problems are split as large ones are."""
-    monkeypatch.setattr(plan, "LEAST_VISITS", 1)
+    monkeypatch.setattr(constants, "LEAST_VISITS", 1)
     monkeypatch.setattr(schedule, "LEAST_VISITS", 1)
 
 
@@ -50,8 +52,8 @@ class Entry(NamedTuple):
 
 def unpack(words: np.ndarray, size: schedule.WorkList) -> tuple[list[int], list[Entry], list[Any]]:
     """Visits of rows, segments, splits of a list as the kernels leave it."""
-    visits = words[2 : 2 + size.rows]
-    at = 2 + 2 * size.rows
+    visits = words[3 : 3 + size.rows]
+    at = 3 + 2 * size.rows
     segments = [
         Entry(int(row), int(slot), int(pair & 0xFFFFFFFF), int(pair >> 32), int(slices))
         for row, slot, pair, slices in words[at : at + 4 * words[0]].reshape(-1, 4)
@@ -60,12 +62,12 @@ def unpack(words: np.ndarray, size: schedule.WorkList) -> tuple[list[int], list[
     return visits.tolist(), segments, words[at : at + 3 * words[1]].reshape(-1, 3).tolist()
 
 
-def expected_visits(problem: Problem, config: plan.Config, name: str) -> list[int]:
+def expected_visits(problem: Problem, config: Config, name: str) -> list[int]:
     """Visits of each row of a list, by the mask on NumPy."""
     return [len(tiles) for tiles in expected_tiles(problem, config, name)]
 
 
-def expected_tiles(problem: Problem, config: plan.Config, name: str) -> list[list[int]]:
+def expected_tiles(problem: Problem, config: Config, name: str) -> list[list[int]]:
     """The passing tiles that each row of a list visits, of all members of its group."""
     mask = problem.mask
     assert mask is not None
@@ -106,7 +108,7 @@ def check_lists(case: Case, blocks: int) -> None:
     check(case, arrays, blocks=blocks, keep=kept)
     for kernel in schedule.KERNELS:
         dims = case.head_dim, case.head_dim_v
-        config = plan.simt_config(kernel, "float32", *dims, plan.shared_limit_of(90))
+        config = simt.simt_config(kernel, "float32", *dims, shared_limit_of(90))
         sizes = schedule.work_lists(config, problem, text, blocks)
         assert sizes
         for order, size in sizes.items():
@@ -136,13 +138,13 @@ def check_list(
             assert len(parts) == 1
         slots += used
         passing = -(-max(problem.seqlen_q, problem.seqlen_k) // block)
-        width = 32 * -(-passing // (32 * plan.SLICES))
+        width = 32 * -(-passing // (32 * constants.SLICES))
         held = {1 << at // width for at in tiles[row]}
-        assert all(part.slices & 2**plan.SLICES - 1 == sum(held) for part in parts)
+        assert all(part.slices & 2**constants.SLICES - 1 == sum(held) for part in parts)
     assert len(set(slots)) == len(slots) <= size.slots
     assert sum(count for *_, count in splits) == len(slots)
     lengths = [segment.left for segment in segments]
-    coarse = max(lengths) / plan.BUCKETS + 1
+    coarse = max(lengths) / constants.BUCKETS + 1
     assert all(a >= b - coarse for a, b in itertools.pairwise(lengths))
 
 
@@ -152,7 +154,7 @@ def test_slices(
     tiny: None, monkeypatch: pytest.MonkeyPatch, slices: int, lengths: tuple[int, int]
 ) -> None:
     """Tiles far apart: a walk leaves out what lies between, in one test of 32 tiles or several."""
-    monkeypatch.setattr(plan, "SLICES", slices)
+    monkeypatch.setattr(constants, "SLICES", slices)
     far = cuflash.Mask(lambda b, h, q, k: (q - k) % 8900 < 30)
     mask = MaskCase(lambda *_: {"mask": far}, lambda case: np.subtract(*logical(case)) % 8900 < 30)
     monkeypatch.setitem(MASKS, "far", mask)
@@ -301,12 +303,12 @@ def test_what_is_reserved() -> None:
     flags = np.arange(100_000) < 1000
     local = cuflash.SlidingWindow(512, 512) | cuflash.GlobalTokens(flags)
     for kernel in schedule.KERNELS:
-        config = plan.simt_config(kernel, "float32", 64, 64, plan.shared_limit_of(90))
+        config = simt.simt_config(kernel, "float32", 64, 64, shared_limit_of(90))
         problem = _problem(100_000, 2, {"mask": local})
         specs = dict((name, shape) for name, shape, _ in launch.workspaces(config, problem, blocks))
         slots, numbers = specs["partials"]
-        assert slots <= plan.SLOTS * blocks and slots * numbers * 4 < 40e6
-        assert specs["order_q"][0] < 10 * (100_000 // config.block_q + plan.SLOTS * blocks)
+        assert slots <= constants.SLOTS * blocks and slots * numbers * 4 < 40e6
+        assert specs["order_q"][0] < 10 * (100_000 // config.block_q + constants.SLOTS * blocks)
         for n, heads, options in (
             (16384, 16, {"causal": True}), (16384, 16, {"window": (1024, 0)}), (16384, 16, {}),
             (1024, 1, {"mask": cuflash.BlockLocal(100)}),
@@ -319,14 +321,14 @@ def test_what_is_reserved() -> None:
 
 def makespan(visits: list[int], copies: int, blocks: int, in_order: bool, cost: float) -> float:
     """When the last block is done, in visits, by the rules of order.cuh; `cost` of a segment."""
-    slots = plan.SLOTS * blocks // copies if in_order else 0
-    unit = max(plan.LEAST_VISITS, -(-sum(visits) // max(slots, 1)))
+    slots = constants.SLOTS * blocks // copies if in_order else 0
+    unit = max(constants.LEAST_VISITS, -(-sum(visits) // max(slots, 1)))
     segments = []
     for count in visits:
         pieces = count // unit if slots and count >= 2 * unit else 1
         segments += [count * (n + 1) // pieces - count * n // pieces for n in range(pieces)]
     if in_order:
-        step = max(segments) / (plan.BUCKETS - 1) or 1
+        step = max(segments) / (constants.BUCKETS - 1) or 1
         segments.sort(key=lambda count: -int(count / step))
     done = [0.0] * blocks
     for count in segments:
@@ -343,7 +345,7 @@ def model(
     A segment costs a visit more (its own loads and stores), and a list 8 visits (three launches).
     """
     problem, blocks = _problem(seqlen, heads, options), 132 * 2
-    config = plan.simt_config(kernel, "float32", 64, 64, plan.shared_limit_of(90))
+    config = simt.simt_config(kernel, "float32", 64, 64, shared_limit_of(90))
     text = launch.call_text(problem)
     assert text is not None
     result = {}

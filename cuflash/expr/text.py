@@ -142,7 +142,7 @@ def emit(
 def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     lines, (allows,) = printer.body([mask.root])
     # A long text is compiled once: its calls cost little beside it, its copies seconds.
-    inline = "__forceinline__" if len(lines) <= INLINE_LINES else "__noinline__"
+    inline = "__forceinline__" if len(lines) <= INLINE_LINES else "COLD"
     by_batch, by_head = (str(name in mask.variables).lower() for name in "bh")
     parts = [
         f"constexpr bool MASK_BY_BATCH = {by_batch}, MASK_BY_HEAD = {by_head};",
@@ -152,7 +152,7 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
     lines, (certainly, possibly) = printer.body([bounds.certainly, bounds.possibly])
     parts += [
         # once for 32 tiles of a warp: a call costs nothing there, and the text is compiled once
-        "__device__ __noinline__ int mask_state(const Params& p, int b, int h, long long row0,",
+        "__device__ COLD int mask_state(const Params& p, int b, int h, long long row0,",
         "    long long row1, long long column0, long long column1) {",
         *_ends(), *_tables(bounds.tables, printer), *lines,
         f"  return {certainly} ? 2 : {possibly} ? 1 : 0;", "}",

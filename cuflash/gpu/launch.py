@@ -12,10 +12,11 @@ from typing import Any
 from cuflash import family
 from cuflash.arrays import View
 from cuflash.arrays.cupy import on_device
+from cuflash.config import Config
 from cuflash.errors import Unsupported
 from cuflash.expr.text import CallText, emit
-from cuflash.gpu import module, schedule, source
-from cuflash.plan import Config, choose
+from cuflash.gpu import module, schedule, source, tensor_map
+from cuflash.plan import choose
 from cuflash.problem import Problem
 
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
@@ -28,6 +29,7 @@ ROWS = ("lse", "dlse", "delta")  # (batch, heads_q, seqlen_q); the other views h
 
 _ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:11]}
 _MAX_PARAMS = 4096  # bytes that a kernel may be passed
+_MAX_WORDS = _MAX_PARAMS - 3 * tensor_map.BYTES - 64
 
 
 class Launch:
@@ -39,10 +41,13 @@ class Launch:
         written before it is read
     """
 
-    def __init__(self, problem: Problem, device: int, backward: bool) -> None:
+    def __init__(
+        self, problem: Problem, device: int, backward: bool, is_readable: bool = True
+    ) -> None:
         self._problem, self._device = problem, device
         self._kernel = "backward" if backward else "forward"
-        self._plan = choose(problem, self._kernel, *module.device_limits(device), family.forced())
+        limits = module.device_limits(device)
+        self._plan = choose(problem, self._kernel, *limits, family.forced(), is_readable)
         self._blocks = module.multiprocessors(device) * self._plan.config.blocks_per_sm
         self._text = call_text(problem)
         self._launches: list[tuple[Any, ...]] | None = None  # function, grid, block, shared bytes
@@ -67,7 +72,7 @@ class Launch:
                 tables = views.get("tables")
                 pointer = 0 if tables is None else tables.pointer
                 words = self._text.pack(self._problem, captured, pointer, _gradients(views))
-            params = pack(self._problem, views, words)
+            params = maps(self._plan.config, views) + pack(self._problem, views, words)
             block = _block()
             block.bytes[: len(params)] = params
             on = _Stream(stream)
@@ -89,7 +94,7 @@ class Launch:
 
     def _load(self) -> list[tuple[Any, ...]]:
         config, text = self._plan.config, self._text
-        if text is not None and _layout(len(text.words)).size > _MAX_PARAMS:
+        if text is not None and _layout(len(text.words)).size > _MAX_WORDS:
             raise Unsupported(
                 f"mask and score have {len(text.words)} operands (arrays, strides, numbers); the "
                 f"parameters of a kernel are limited to {_MAX_PARAMS} bytes: put numbers into one "
@@ -100,7 +105,8 @@ class Launch:
             (source.text(config, text, deterministic, (part,)), names)
             for part, names in schedule.parts(config, text, deterministic).items()
         ]
-        functions = module.load_all(units, config.shared_bytes, self._device)
+        options = source.options(config)
+        functions = module.load_all(units, options, config.shared_bytes, self._device)
         return [
             (functions[step.kernel], (step.grid,), (step.threads,), step.shared_bytes)
             for step in schedule.steps(config, self._problem, text, self._blocks)
@@ -139,6 +145,17 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
     )  # fmt: skip
     values += words or (0,)
     return _layout(len(words) or 1).pack(*values)
+
+
+def maps(config: Config, views: Mapping[str, View]) -> bytes:
+    """What stands before the parameter block of the sm90 family: the tensor maps of q, k, v."""
+    if config.family != "sm90":
+        return b""
+    return (
+        tensor_map.encode(views["q"], config.block_q)
+        + tensor_map.encode(views["k"], config.block_k)
+        + tensor_map.encode(views["v"], config.block_k)
+    )
 
 
 def _gradients(views: Mapping[str, View]) -> list[int]:

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from cuflash.arrays.cupy import on_device
-from cuflash.gpu.source import OPTIONS
 
 _lock = threading.Lock()
 _text_locks: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
@@ -41,23 +40,26 @@ def multiprocessors(index: int) -> int:
 
 
 def load_all(
-    units: Sequence[tuple[str, Sequence[str]]], shared_bytes: int, device: int
-) -> dict[str, Any]:
+    units: Sequence[tuple[str, Sequence[str]]], options: tuple[str, ...], shared_bytes: int,
+    device: int,
+) -> dict[str, Any]:  # fmt: skip
     """The kernels of several texts, which are compiled side by side: NVRTC runs in parallel."""
     if all((device, text) in _loaded for text, _ in units) or len(units) == 1:
-        found = [load(text, names, shared_bytes, device) for text, names in units]
+        found = [load(text, names, options, shared_bytes, device) for text, names in units]
     else:
 
         def work(unit: tuple[str, Sequence[str]]) -> dict[str, Any]:
             with on_device(device):
-                return load(*unit, shared_bytes, device)
+                return load(*unit, options, shared_bytes, device)
 
         with ThreadPoolExecutor(len(units)) as pool:
             found = list(pool.map(work, units))
     return {name: function for functions in found for name, function in functions.items()}
 
 
-def load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:
+def load(
+    text: str, kernels: Sequence[str], options: tuple[str, ...], shared_bytes: int, device: int
+) -> dict[str, Any]:
     """The kernels of a text on a device, as CuPy functions; compiled at most once a process.
 
     The device has to be the current one. Kernels may use `shared_bytes` of dynamic shared memory.
@@ -69,26 +71,28 @@ def load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> d
         text_lock = _text_locks[key]
     with text_lock:
         if key not in _loaded:
-            _loaded[key] = _load(text, kernels, shared_bytes, device)
+            _loaded[key] = _load(text, kernels, options, shared_bytes, device)
     return _loaded[key]
 
 
-def _load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> dict[str, Any]:
+def _load(
+    text: str, kernels: Sequence[str], options: tuple[str, ...], shared_bytes: int, device: int
+) -> dict[str, Any]:
     import cupy
 
     _check_driver(cupy)
     arch = device_limits(device)[0]
     if arch <= _newest_of_cupy(cupy):
         try:
-            module = cupy.RawModule(code=text, options=OPTIONS)
+            module = cupy.RawModule(code=text, options=options)
             module.compile()
             functions = {name: module.get_function(name).kernel for name in kernels}
         except OSError as error:  # the cache folder is read-only or full
             _warn(f"the kernel cache cannot be written ({error}); each process compiles again")
-            functions = _in_memory(cupy, text, kernels, f"-arch=sm_{arch}")
+            functions = _in_memory(cupy, text, kernels, options, f"-arch=sm_{arch}")
     elif arch in cupy.cuda.nvrtc.getSupportedArchs():
         _warn(f"CuPy does not know compute capability {arch / 10}; each process compiles again")
-        functions = _in_memory(cupy, text, kernels, f"-arch=sm_{arch}")
+        functions = _in_memory(cupy, text, kernels, options, f"-arch=sm_{arch}")
     else:
         newest = max(cupy.cuda.nvrtc.getSupportedArchs())
         version = ".".join(map(str, cupy.cuda.nvrtc.getVersion()))
@@ -96,19 +100,21 @@ def _load(text: str, kernels: Sequence[str], shared_bytes: int, device: int) -> 
             f"NVRTC {version} does not know compute capability {arch / 10}: in each process the "
             f"driver translates PTX for {newest / 10}. A newer NVRTC compiles for this GPU"
         )
-        functions = _in_memory(cupy, text, kernels, f"-arch=compute_{newest}")
+        functions = _in_memory(cupy, text, kernels, options, f"-arch=compute_{newest}")
     for function in functions.values():
         _allow_shared(function, shared_bytes)
     return functions
 
 
-def _in_memory(cupy: Any, text: str, kernels: Sequence[str], arch: str) -> dict[str, Any]:
+def _in_memory(
+    cupy: Any, text: str, kernels: Sequence[str], options: tuple[str, ...], arch: str
+) -> dict[str, Any]:
     """Compile and load without any file."""
     nvrtc = cupy.cuda.nvrtc
     program = nvrtc.createProgram(text, "cuflash.cu", (), ())
     try:
         try:
-            nvrtc.compileProgram(program, (*OPTIONS, arch, "-ftz=true"))
+            nvrtc.compileProgram(program, (*options, arch, "-ftz=true"))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(f"NVRTC: {error}\n{nvrtc.getProgramLog(program)}") from error
         cubin = "sm_" in arch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from cuflash.plan import BUCKETS, LEAST_VISITS, SLOTS, Config
+from cuflash.config import BUCKETS, LEAST_VISITS, SLOTS, Config
 from cuflash.problem import Problem
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ class WorkList:
 
     @property
     def words(self) -> int:
-        """Its 8-byte words: two counts, visits and slices, segments, splits."""
-        return 2 + 2 * self.rows + 4 * (self.rows + self.slots) + 3 * (self.slots // 2)
+        """Its 8-byte words: three counts, visits and slices, segments, splits."""
+        return 3 + 2 * self.rows + 4 * (self.rows + self.slots) + 3 * (self.slots // 2)
 
     @property
     def blocks(self) -> int:
@@ -113,6 +113,8 @@ def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) 
             continue
         name = "order_k" if kernel == "dk_dv" else "order_q"
         grid = lists[name].blocks if name in lists else prod(owned[name][:2])
+        if config.stays:
+            grid = min(grid, blocks)
         if kernel == "dq" and has_params and problem.deterministic:
             add("greatest", grid, shared=config.shared_bytes)
         add(kernel, grid, shared=config.shared_bytes)

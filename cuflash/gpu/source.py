@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from cuflash.expr.bounds import BOX_LIMIT
 from cuflash.expr.cuda import TABLE_BLOCK
+from cuflash.gpu import wgmma
+from cuflash.sm90 import Sm90Config
 
 if TYPE_CHECKING:
+    from cuflash.config import Config
     from cuflash.expr.text import CallText
-    from cuflash.plan import Config
 
 _INCLUDE = re.compile(r'#include "(.+)"')
 _TYPES = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
@@ -26,6 +28,11 @@ _CONSTANTS = (  # of expressions, where the host counts with them too
     f"constexpr int TABLE_BLOCK = {TABLE_BLOCK};\nconstexpr long long BOX_LIMIT = {BOX_LIMIT};\n"
 )
 OPTIONS = ("--std=c++17",)  # of the compiler, everywhere
+
+
+def options(config: Config) -> tuple[str, ...]:
+    """Options of the compiler for a Config; of two -arch the first counts."""
+    return (*OPTIONS, "-arch=sm_90a") if config.family == "sm90" else OPTIONS
 
 
 @cache
@@ -76,10 +83,14 @@ def text(
         "HAS_PARAMS": has_params,
         "HAS_DSINK": has_dsink,
         "IS_DETERMINISTIC": has_params and deterministic,
+        "HAS_TENSOR_MAPS": config.family == "sm90",
         **{f"PART_{part}": part in parts_in for part in PARTS},
     }
+    # ptxas serialises the wgmma instructions of a kernel that calls a function.
+    cold = "__forceinline__" if config.family == "sm90" and "MAIN" in parts_in else "__noinline__"
     parts = [
         *(f"#define {name} {int(on)}\n" for name, on in switches.items()),
+        f"#define COLD {cold}\n",
         flatten("types.cuh", seen),
         _config(config, 0 if call is None else len(call.words)),
         flatten("params.cuh", seen),
@@ -90,6 +101,8 @@ def text(
         parts += ['#line 1 "expressions"\n', call.code]
         if has_params:
             parts += [flatten("gradients.cuh", seen), '#line 1 "stores"\n', call.store_code]
+    if isinstance(config, Sm90Config):
+        parts += [flatten("ptx_sm90.cuh", seen), '#line 1 "wgmma"\n', wgmma.text(config)]
     parts.append(flatten(f"{config.family}/{config.kernel}.cu", seen))
     return "".join(parts)
 

@@ -1,10 +1,10 @@
 // What the kernels of dq and of dk_dv share: types, and the weights of one tile of scores.
 #pragma once
-#include "../order.cuh"
-#include "careful.cuh"
+#include "../careful.cuh"
 #if HAS_PARAMS
 #include "../gradients.cuh"
 #endif
+#include "scores.cuh"
 
 using C = Config;
 constexpr int CHUNKS = (C::HEAD_DIM + C::CHUNK - 1) / C::CHUNK;

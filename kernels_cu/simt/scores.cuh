@@ -1,8 +1,7 @@
 // From inner products to scores: scale, and the mask by selection. Shared by forward and backward.
 #pragma once
-#include "../softmax.cuh"
-#include "../tile.cuh"
-#include "../visit.cuh"
+#include "../scores.cuh"
+#include "tile.cuh"
 
 // Bit i * COLUMNS + j: whether this thread's pair (own row i, stream column j) is attended.
 template <bool OWN_IS_Q, int ROWS, int COLUMNS, class Tile>
@@ -19,18 +18,6 @@ __device__ __forceinline__ unsigned long long allowed_pairs(const Params& p, con
     }
   }
   return allowed;
-}
-
-// s = score(x) of one pair; row and column count from those of the tile. Without a score s = x. Only
-// for pairs inside the sequences: a score may read arrays.
-template <class Tile>
-__device__ __forceinline__ Accumulation score_at(
-    const Params& p, const Tile& tile, int row, int column, Accumulation x) {
-#if HAS_SCORE
-  return score(p, tile.b, tile.h, tile.row0 + row, tile.column0 + column, x);
-#else
-  return x;
-#endif
 }
 
 // s = score(scale * <q, k>) where the pair is attended, else -inf, in place. `probe` turns NaN once
@@ -57,21 +44,4 @@ __device__ __forceinline__ void finish_scores(
           probe = multiply_add(s_acc[i][j], Accumulation(0), probe);
       }
     }
-}
-
-// 0, or NaN where the type of the sums does not hold the scale (it would be flushed to zero).
-__device__ __forceinline__ Accumulation first_probe(const Params& p) {
-  const Accumulation scale = Accumulation(p.scale), least = Accumulation(1.2e-38f);
-  const bool is_held = p.scale == 0 || scale > least || scale < -least;
-  return is_held ? Accumulation(0) : negative_infinity() - negative_infinity();
-}
-
-// Adds the sink of head h, where there is one. Returns the factor for earlier sums.
-template <class Number>
-__device__ __forceinline__ Number include_sink(const Params& p, int h, RowState<Number>& row) {
-#if HAS_SINK
-  return row.include(Number(sink_logit(p, h)));
-#else
-  return 1;
-#endif
 }

@@ -209,6 +209,7 @@ inline float cvt_f32_f16(unsigned short bits) {
                                  : std::ldexp(float(fraction + 1024), exponent - 25);
   return bits >> 15 ? -value : value;
 }
+inline float ex2_approx_ftz_f32(float x) { return std::exp2(x); }
 inline unsigned short cvt_rn_f16_f32(float value) {
   const unsigned short sign = std::signbit(value) ? 0x8000 : 0;
   const float size = std::fabs(value);

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import plan
+from cuflash import simt
 from cuflash.arrays import View
 from cuflash.arrays.numpy import numpy_view
+from cuflash.config import shared_limit_of
 from cuflash.gpu import launch, schedule, source
 from cuflash.problem import Problem
 
@@ -140,8 +141,8 @@ def _run(
     options: dict[str, Any],
     keep: dict[str, np.ndarray] | None,
 ) -> None:
-    limit = plan.shared_limit_of(options["arch"])
-    config = plan.simt_config(name, problem.dtype, problem.head_dim, problem.head_dim_v, limit)
+    limit = shared_limit_of(options["arch"])
+    config = simt.simt_config(name, problem.dtype, problem.head_dim, problem.head_dim_v, limit)
     text = launch.call_text(problem)
     code = options["edit"](source.text(config, text, problem.deterministic))
     kernels = build(code, schedule.kernels(config, text, problem.deterministic))

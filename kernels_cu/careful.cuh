@@ -5,6 +5,8 @@
 // representable). A warp takes an owned token; its lanes take 32 passing tokens at a time for the
 // scores, and the columns of the result for the sums. Straight from global memory: rare, so plain.
 #pragma once
+#include "matrix.cuh"
+#include "order.cuh"
 #include "scores.cuh"
 
 // <a_i, b_j> * factor

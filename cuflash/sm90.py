@@ -1,0 +1,149 @@
+"""The sm90 family: Hopper's tensor cores and copy engine; its Config and its table of tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cuflash.config import Config
+from cuflash.problem import Problem
+
+PANEL = 64  # columns of a shared tile that the copy engine writes as one box
+_DTYPES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Sm90Config(Config):
+    """A Config of warp roles: one warpgroup loads, the others compute 64 rows each.
+
+    stages : key tiles, and value tiles, in shared memory at a time
+    pingpong : 1: two warpgroups take turns, the products of one run during the softmax of the other
+    lazy : a row's maximum is followed once it has grown by more than 2^lazy; -1 follows always
+    scale_first : 1: scores are scaled before their maximum is taken (a scale that is not positive)
+    registers_load, registers_compute : of a thread of each role
+    """
+
+    stages: int
+    pingpong: int
+    lazy: int
+    scale_first: int
+    registers_load: int
+    registers_compute: int
+
+    family = "sm90"
+    stays = True
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_q // 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
+        panels, panels_v = (math.ceil(n / PANEL) for n in (self.head_dim, self.head_dim_v))
+        rows = self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
+        return rows * PANEL * 2 + 1024  # barriers and messages
+
+    def constants(self) -> dict[str, int]:
+        """The constants of `struct Config`."""
+        return {**super().constants(), "warpgroups": self.warpgroups}
+
+
+class _Tile(NamedTuple):
+    """A row of the table: the tile for head dims of q, k and of v up to these."""
+
+    widest: int
+    widest_v: int
+    block_q: int
+    block_k: int
+    pingpong: int
+    lazy: int
+    # of the warps that load, of those that compute: all warpgroups together have what a block is
+    # launched with (504 for three of them, 512 for four), or the kernel would wait for ever
+    registers: tuple[int, int]
+
+
+# The first row that is wide enough is taken: without, and with a mask or a score (more registers).
+_PLAIN = (
+    _Tile(64, 64, 192, 128, 0, -1, (32, 160)),
+    _Tile(128, 128, 128, 176, 1, 8, (24, 240)),
+    _Tile(192, 128, 128, 128, 1, 8, (24, 240)),
+    _Tile(192, 192, 128, 112, 1, 8, (24, 240)),
+    _Tile(256, 256, 128, 80, 1, 8, (24, 240)),
+)
+_MASKED = (
+    _Tile(64, 64, 128, 128, 1, 8, (72, 216)),
+    _Tile(128, 128, 128, 128, 1, 8, (72, 216)),
+    _Tile(192, 128, 128, 128, 1, 8, (72, 216)),
+    _Tile(192, 192, 128, 96, 1, 8, (72, 216)),
+    _Tile(256, 256, 128, 80, 1, 8, (56, 224)),
+)
+
+
+def why_not(problem: Problem, kernel: str, arch: int, is_readable: bool) -> str | None:
+    """Why the family does not take a pass of a problem; None if it does."""
+    if arch != 90:
+        return f"sm90: for compute capability 9.0, this GPU has {arch / 10}"
+    if kernel != "forward":
+        return "sm90: has a forward kernel only"
+    if problem.dtype not in _DTYPES:
+        return f"sm90: for {' and '.join(_DTYPES)}, q is {problem.dtype}"
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 256:
+        return f"sm90: for head dims up to 256, got {widest}"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return (
+            "sm90: the copy engine reads rows of whole 16 bytes: head dims have to be multiples of "
+            f"8, got {problem.head_dim} and {problem.head_dim_v}"
+        )
+    if not is_readable:
+        return (
+            "sm90: the copy engine cannot read q, k or v in place: it wants a start and steps that "
+            "are multiples of 16 bytes, no negative or zero steps, and head_dim contiguous"
+        )
+    return None
+
+
+def sm90_config(problem: Problem) -> Sm90Config:
+    """The Config of a problem that the family takes."""
+    has_text = problem.mask is not None or problem.score is not None
+    rows = _MASKED if has_text else _PLAIN
+    dims = problem.head_dim, problem.head_dim_v
+    row = next(row for row in rows if dims[0] <= row.widest and dims[1] <= row.widest_v)
+    return _config(row, problem.dtype, *dims, not 2**-100 < problem.scale < 2**100)
+
+
+def widest_configs() -> list[Sm90Config]:
+    """Every row of the table, for each dtype, at its widest."""
+    return [
+        _config(row, dtype, row.widest, row.widest_v, False)
+        for row in (*_PLAIN, *_MASKED)
+        for dtype in _DTYPES
+    ]
+
+
+def _config(
+    row: _Tile, dtype: str, head_dim: int, head_dim_v: int, scale_first: bool
+) -> Sm90Config:
+    return Sm90Config(
+        kernel="forward",
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_q=row.block_q,
+        block_k=row.block_k,
+        blocks_per_sm=1,
+        stages=2,
+        pingpong=row.pingpong,
+        lazy=row.lazy,
+        scale_first=int(scale_first),
+        registers_load=row.registers[0],
+        registers_compute=row.registers[1],
+    )

@@ -1,0 +1,416 @@
+// Forward of the sm90 family: o = softmax(scale * q k^T) v and lse, on Hopper, for 16-bit inputs.
+//
+// A block stays on its SM and works one owned tile of BLOCK_Q queries after the other. One warp
+// loads (the copy engine does the work) and decides which key tiles pass; WARPGROUPS of 4 warps
+// compute, 64 queries each: while the tensor cores multiply the next scores and the weights before,
+// the warps work out the softmax between. Roles, barriers and the overlap follow Shah et al. 2024,
+// arXiv:2407.08608; that a maximum is followed only once it has grown by 2^LAZY is from the notes of
+// FlashAttention-4 (2025).
+#include "../forward.cuh"
+#include "../pipeline.cuh"
+#include "fragments.cuh"
+
+using Storage = C::dtype;
+constexpr int STAGES = C::STAGES;
+constexpr int PANELS = round_up(C::HEAD_DIM, PANEL) / PANEL;
+constexpr int PANELS_V = round_up(C::HEAD_DIM_V, PANEL) / PANEL;
+constexpr int WIDTH_V = round_up(C::HEAD_DIM_V, 32);  // of o in registers
+constexpr int WARPS = 4 * C::WARPGROUPS;              // that compute
+
+// What the warp that loads tells the others.
+struct Order {
+  int b, head;  // b < 0: there is nothing left to do
+  long long tile, slot;
+};
+constexpr int END = -1;  // in the place of a key tile: the owned tile has seen all of its keys
+
+struct alignas(1024) Smem {
+  Storage q[PANELS][C::BLOCK_Q][PANEL];
+  Storage k[STAGES][PANELS][C::BLOCK_K][PANEL];
+  Storage v[STAGES][PANELS_V][C::BLOCK_K][PANEL];
+  Pipeline<1> q_pipeline;
+  Pipeline<STAGES> k_pipeline, v_pipeline;
+  Order order;         // with q
+  int visits[STAGES];  // with k: 2 * tile + partly, or END
+};
+static_assert(sizeof(Smem) <= C::SHARED_BYTES, "cuflash/plan.py counts as many bytes");
+
+template <int ROWS, int PANELS_>
+__device__ __forceinline__ void load_panels(
+    Storage (&to)[PANELS_][ROWS][PANEL], const TensorMap& map, unsigned long long* full,
+    long long row, int head, int b) {
+#pragma unroll
+  for (int panel = 0; panel < PANELS_; ++panel)
+    cp_async_bulk_tensor_4d(to[panel], &map, full, panel * PANEL, int(row), head, b);
+}
+
+// The warp that loads: for each owned tile its queries, then the key tiles that its walk finds. The
+// values of a tile follow the keys of the next: that is the order in which they are used.
+__device__ __forceinline__ void load(const Params& p, Smem& smem) {
+  const WorkList<Owned> list(p);
+  const long long items = list.items(p);
+  const bool is_leader = threadIdx.x % 32 == 0;
+  const int group = int(p.heads_q / p.heads_k);
+  Place<1> q_place;
+  Place<STAGES> k_place, v_place;
+  for (long long turn = 0;; ++turn) {
+    const long long at = list.turn(turn);
+    if (at >= items) break;
+    Item item = list.item(p, at);
+    const int head_k = item.head / group;
+    const long long row0 = item.tile * C::BLOCK_Q;
+    q_place.wait_empty(smem.q_pipeline);
+    if (is_leader) {
+      unsigned long long* full = &smem.q_pipeline.full[0];
+      smem.order = {item.b, item.head, item.tile, item.is_split() ? item.slot : -1};
+      mbarrier_arrive_expect_tx(full, sizeof(smem.q));
+      load_panels(smem.q, p.map_q, full, row0, item.head, item.b);
+    }
+    q_place.advance();
+
+    long long pending = -1;  // the tile whose values have to follow
+    const auto load_v = [&]() {
+      if (pending < 0) return;
+      v_place.wait_empty(smem.v_pipeline);
+      if (is_leader) {
+        unsigned long long* full = &smem.v_pipeline.full[v_place.stage()];
+        mbarrier_arrive_expect_tx(full, sizeof(smem.v[0]));
+        load_panels(
+            smem.v[v_place.stage()], p.map_v, full, pending * C::BLOCK_K, head_k, item.b);
+      }
+      v_place.advance();
+    };
+    const auto load_k = [&](long long tile, bool partly) {
+      k_place.wait_empty(smem.k_pipeline);
+      if (is_leader) {
+        unsigned long long* full = &smem.k_pipeline.full[k_place.stage()];
+        smem.visits[k_place.stage()] = int(2 * tile + partly);
+        mbarrier_arrive_expect_tx(full, sizeof(smem.k[0]));
+        load_panels(smem.k[k_place.stage()], p.map_k, full, tile * C::BLOCK_K, head_k, item.b);
+      }
+      k_place.advance();
+      load_v();
+      pending = tile;
+    };
+    Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K, item.visits);
+    long long tile;
+    bool partly;
+    while (walk.next(
+        [&](long long other) {
+          return Tile{item.b, item.head, row0, other * C::BLOCK_K}.state(p, HAS_SCORE);
+        },
+        tile, partly))
+      load_k(tile, partly);
+    k_place.wait_empty(smem.k_pipeline);
+    if (is_leader) {
+      smem.visits[k_place.stage()] = END;
+      mbarrier_arrive(&smem.k_pipeline.full[k_place.stage()]);
+    }
+    k_place.advance();
+    load_v();
+  }
+  q_place.wait_empty(smem.q_pipeline);
+  if (is_leader) {
+    smem.order.b = -1;
+    mbarrier_arrive(&smem.q_pipeline.full[0]);
+  }
+}
+
+// 32 of a thread's scores, those from 8 * WORD blocks on: bit 4 * block + 2 * half + e of the result
+// says whether the pair is attended.
+template <int WORD, int N>
+__device__ __forceinline__ unsigned allowed_pairs(
+    const Params& p, const Tile& tile, int row, int column) {
+  constexpr int BLOCKS = N / 4 - 8 * WORD < 8 ? N / 4 - 8 * WORD : 8;
+  unsigned allowed = 0;
+#if HAS_MASK || HAS_SCORE
+#pragma unroll 1  // the text of a mask may be long
+#else
+#pragma unroll
+#endif
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool allows =
+          tile.allows(p, row + e / 2 * 8, column + 8 * (8 * WORD + block) + e % 2);
+      allowed |= unsigned(allows) << (4 * block + e);
+    }
+  return allowed;
+}
+
+// s = score(scale * x), or x itself where the scale waits for the exponent; -inf where masked.
+template <int WORD = 0, int N>
+__device__ __forceinline__ void finish_scores(
+    const Params& p, const Tile& tile, bool partly, int row, int column, float (&s)[N]) {
+  if constexpr (8 * WORD < N / 4) {
+    constexpr bool HAS_VALUE = HAS_SCORE || C::SCALE_FIRST;
+    if (HAS_VALUE || partly) {
+      const unsigned allowed = partly ? allowed_pairs<WORD, N>(p, tile, row, column) : ~0u;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int at = 32 * WORD + i;
+        if (at >= N) break;
+        const float x = HAS_VALUE ? s[at] * float(p.scale) : s[at];
+        s[at] = negative_infinity();
+        if (allowed >> i & 1) {
+          const int block = at / 4;
+          s[at] = score_at(p, tile, row + at % 4 / 2 * 8, column + 8 * block + at % 2, x);
+        }
+      }
+    }
+    finish_scores<WORD + 1>(p, tile, partly, row, column, s);
+  }
+}
+
+// The softmax of a warp's 16 rows, two of them in each thread, in units of log2. A row's sum is
+// that of this thread's columns.
+struct Softmax {
+  RowState<float, Binary> row[2];
+  float rescale[2];  // what the latest scores ask of earlier sums
+  bool has_rescale;
+
+  // m = max(m, rowmax S);  P = exp2(S c - m), in place;  l = l exp2(m_old - m) + rowsum P
+  template <int N>
+  __device__ __forceinline__ void operator()(float (&s)[N], float c) {
+    float greatest[2] = {s[0], s[2]};
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      greatest[i / 2 % 2] = larger(greatest[i / 2 % 2], s[i]);
+    bool has_grown = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      greatest[half] = lanes_max<4>(greatest[half]) * c;
+      has_grown |= greatest[half] - row[half].row_max > float(C::LAZY);
+    }
+    has_rescale = __any_sync(ALL_LANES, has_grown);
+    if (has_rescale)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) rescale[half] = row[half].raise(greatest[half]);
+    const float reference[2] = {row[0].reference(), row[1].reference()};
+    float sum[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const int half = i / 2 % 2;
+      s[i] = ex2_approx_ftz_f32(multiply_add(s[i], c, -reference[half]));
+      sum[half] += s[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row[half].row_sum += sum[half];
+  }
+
+  // O *= exp2(m_old - m)
+  template <int N>
+  __device__ __forceinline__ void correct(float (&o)[N]) const {
+    if (!has_rescale) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) o[i] *= rescale[i / 2 % 2];
+  }
+};
+
+// A warp's 16 rows of o and lse. Where something is not finite, or a reference so large that its
+// rounding shows in the weights, nothing is stored: the careful path does the rows.
+__device__ __forceinline__ void finish_rows(
+    const Params& p, const Order& order, int own, float (&o)[WIDTH_V / 2], Softmax& softmax,
+    bool is_suspect) {
+  const Head head(p, order.b, order.head);
+  const long long row0 = order.tile * C::BLOCK_Q;
+  const bool is_split = HAS_ORDER && order.slot >= 0;
+  const int lane = threadIdx.x % 32;
+  float probe = first_probe(p), factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    auto& row = softmax.row[half];
+    row.row_sum = lanes_sum<4>(row.row_sum);
+    if (is_suspect && row.row_sum == 0) probe = negative_infinity() - negative_infinity();
+    const float rescale = is_split ? 1.0f : include_sink(p, head.h, row);
+    probe = multiply_add(row.row_sum, 0.0f, probe);
+    factor[half] = row.row_sum == 0 ? 0 : rescale / row.row_sum;
+    const float reference = row.reference();
+    if (reference > 134217728.0f || reference < -134217728.0f)  // 2^27
+      probe = negative_infinity() - negative_infinity();
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH_V / 2; ++i) {
+    probe = multiply_add(o[i], 0.0f, probe);
+    o[i] *= factor[i / 2 % 2];
+  }
+  const bool is_bad = __any_sync(ALL_LANES, !is_finite(probe));
+  if (is_split) {
+#if HAS_ORDER
+    const Partial<Binary> partial(p, order.slot);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (is_bad) softmax.row[half].row_sum = negative_infinity() - negative_infinity();
+      if (lane % 4 == 0) partial.row(own + 8 * half) = softmax.row[half];
+#pragma unroll
+      for (int i = 2 * half; i < WIDTH_V / 2; i += 4) {
+        const int column = i / 4 * 8 + lane % 4 * 2;
+        if (column < C::HEAD_DIM_V)
+          *(float2*)(partial.o().start + (own + 8 * half) * C::HEAD_DIM_V + column) =
+              make_float2(o[i], o[i + 1]);
+      }
+    }
+#endif
+    return;
+  }
+  if (is_bad) {
+#pragma unroll 1
+    for (int i = 0; i < 16; ++i) careful_forward(p, head, row0, own - lane / 4 + i);
+    return;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const long long at = row0 + own + 8 * half;
+    const bool is_row = at < p.seqlen_q;
+    if (p.lse.pointer != nullptr && is_row && lane % 4 == 0)
+      *row_address<float>(p.lse, head.b, head.h, at) = softmax.row[half].lse();
+    Storage* const o_row = head.o(p).start + at * p.o.stride_s;
+#pragma unroll
+    for (int block = 0; block < WIDTH_V / 8; block += 4) {  // 16 bytes a lane
+      unsigned pair[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int i = 4 * (block + j) + 2 * half;
+        pair[j] = cvt_rn_x2(o[i], o[i + 1], Storage());
+      }
+      transpose_quad(pair);
+      const int column = 8 * (block + lane % 4);
+      if (is_row && column < C::HEAD_DIM_V)
+        *(uint4*)(o_row + column) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+  }
+}
+
+// A value that all lanes of a warp have, so that the compiler knows it: around wgmma it accepts no
+// branch that lanes might take differently.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
+
+// A warpgroup that computes: 64 rows of each owned tile.
+__device__ __forceinline__ void compute(const Params& p, Smem& smem) {
+  const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
+  const int own = threadIdx.x / 32 % 4 * 16 + 64 * warpgroup + lane / 4;  // this thread's first row
+  const int column = lane % 4 * 2;
+  const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * 1.4426950408889634);
+  Place<1> q_place;
+  Place<STAGES> k_place, v_place;
+  // Two warpgroups take turns: one's products run during the softmax of the other.
+  const auto take_turn = [&]() {
+    if (C::PINGPONG) bar_sync(1 + warpgroup, 256);
+  };
+  const auto give_turn = [&]() {
+    if (C::PINGPONG) bar_arrive(1 + (warpgroup ^ 1), 256);
+  };
+  if (warpgroup == 1) give_turn();
+  while (true) {
+    q_place.wait_full(smem.q_pipeline);
+    Order order = smem.order;
+    order.b = uniform(order.b);
+    if (order.b < 0) break;
+    float o[WIDTH_V / 2] = {}, s[C::BLOCK_K / 2];
+    unsigned weights[C::BLOCK_K / 4];
+    Softmax softmax;
+    bool is_suspect = false;  // all keys of a tile were attended: a row without weights overflowed
+    const auto tile_at = [&](int visit) {
+      return Tile{order.b, order.head, order.tile * C::BLOCK_Q, (long long)(visit / 2) * C::BLOCK_K};
+    };
+    // S = Q K^T
+    const auto start_scores = [&]() {
+      start_product<C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K>(
+          s, &smem.q[0][64 * warpgroup][0], &smem.k[k_place.stage()][0][0][0]);
+    };
+    // O += P V
+    const auto start_output = [&]() {
+      start_weighted_sum<C::BLOCK_K, WIDTH_V>(o, weights, &smem.v[v_place.stage()][0][0][0]);
+    };
+    const auto finish = [&](int visit) {
+      finish_scores(p, tile_at(visit), visit & 1, own, column, s);
+      is_suspect |= !HAS_SCORE && !(visit & 1);
+      softmax(s, c);
+    };
+
+    const auto release_queries = [&]() {  // at END
+      k_place.release(smem.k_pipeline);
+      k_place.advance();
+      q_place.release(smem.q_pipeline);
+      q_place.advance();
+    };
+
+    k_place.wait_full(smem.k_pipeline);
+    int visit = uniform(smem.visits[k_place.stage()]);
+    if (visit != END) {
+      take_turn();
+      start_scores();
+      give_turn();
+      wgmma_wait_group<0>();
+      hold(s);
+      k_place.release(smem.k_pipeline);
+      k_place.advance();
+      finish(visit);
+      round_to<Storage>(weights, s);
+      while (true) {
+        k_place.wait_full(smem.k_pipeline);
+        visit = uniform(smem.visits[k_place.stage()]);
+        if (visit == END) break;
+        take_turn();
+        start_scores();
+        v_place.wait_full(smem.v_pipeline);
+        start_output();
+        give_turn();
+        wgmma_wait_group<1>();
+        hold(s);
+        k_place.release(smem.k_pipeline);
+        k_place.advance();
+        finish(visit);
+        hold(s);
+        fence_acq_rel_cta();  // ptxas would wait for P V before the softmax; it moves no wait across
+        wgmma_wait_group<0>();
+        hold(o);
+        v_place.release(smem.v_pipeline);
+        v_place.advance();
+        round_to<Storage>(weights, s);
+        softmax.correct(o);
+      }
+      release_queries();
+      v_place.wait_full(smem.v_pipeline);
+      start_output();
+      wgmma_wait_group<0>();
+      hold(o);
+      v_place.release(smem.v_pipeline);
+      v_place.advance();
+    } else {
+      release_queries();
+    }
+    finish_rows(p, order, own, o, softmax, is_suspect);
+  }
+}
+
+#if PART_MAIN
+extern "C" __global__ void __launch_bounds__(C::THREADS, 1)
+    forward(const __grid_constant__ Params p) {
+  extern __shared__ Smem shared_memory[];
+  Smem& smem = shared_memory[0];
+  if (threadIdx.x == 0) {
+    smem.q_pipeline.init(WARPS);
+    smem.k_pipeline.init(WARPS);
+    smem.v_pipeline.init(WARPS);
+    fence_mbarrier_init();
+    prefetch_tensormap(&p.map_q);
+    prefetch_tensormap(&p.map_k);
+    prefetch_tensormap(&p.map_v);
+  }
+  __syncthreads();  // barriers: set by one thread, used by all
+  if (threadIdx.x < 128) {
+    setmaxnreg_dec<C::REGISTERS_LOAD>();
+    if (threadIdx.x < 32) load(p, smem);
+  } else {
+    setmaxnreg_inc<C::REGISTERS_COMPUTE>();
+    compute(p, smem);
+  }
+}
+#endif
+
+#if HAS_ORDER && PART_COMBINE
+extern "C" __global__ void __launch_bounds__(C::THREADS) combine(const __grid_constant__ Params p) {
+  combine_segments<Binary>(p);
+}
+#endif
