@@ -36,13 +36,13 @@ LENGTHS = [1024 * 2**i for i in range(8)]  # 1k to 128k
 GENOME, REACH, EVERY = 100_000, 2048, 500  # the sparse case: a window, every 500th token global
 
 
-# 1. The two ways; q, k, v, do are (1, heads, n, HEAD_DIM) -----------------------------------------
+# 1. The two ways; q, k, v, do are (batch, heads, n, d) --------------------------------------------
 
 
 def standard(q: Any, k: Any, v: Any, do: Any | None = None) -> tuple[Any, ...]:
     """o by the definition, and dq, dk, dv where do is given; each line is a pass over memory."""
     xp = np if isinstance(q, np.ndarray) else __import__("cupy")
-    scale = q.dtype.type(HEAD_DIM**-0.5)
+    scale = q.dtype.type(q.shape[3] ** -0.5)
     s = (q * scale) @ k.swapaxes(2, 3)  # (n, n) a head
     p = s - s.max(axis=3, keepdims=True)  # (n, n): S and P are there at once
     del s
