@@ -52,18 +52,17 @@ struct Ownership {
     return {b, h, passing * STREAM, own * OWN};
   }
 
-  // By rule, the longest tile of a causal mask first: the last queries, the first keys.
+  // By rule, the longest tile of a causal mask first: the last queries, the first keys. Of a group of
+  // heads whose passing tiles fit into the L2 cache together, all heads' first tiles come first.
   __device__ Item in_order(const Params& p, long long at) const {
-    const long long tile = OWN_IS_Q ? tiles - 1 - at % tiles : at % tiles;
-    return {int(at / tiles / heads), int(at / tiles % heads), tile, -1, Visits()};
+    const long long group = OWN_IS_Q ? p.group : 1, all = p.batch * heads;
+    const long long first = at / (group * tiles) * group, rest = at - first * tiles;
+    const long long members = all - first < group ? all - first : group;
+    const long long rank = rest / members, which = first + rest % members;
+    const long long tile = OWN_IS_Q ? tiles - 1 - rank : rank;
+    return {int(which / heads), int(which % heads), tile, -1, Visits()};
   }
 };
-
-// The item of a block that stays for several turns: forth and back through the list, so that blocks
-// that begin with a longer one do not always get the longer one.
-__device__ __forceinline__ long long boustrophedon(long long turn) {
-  return turn * gridDim.x + (turn % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-}
 
 #if !HAS_ORDER
 
@@ -73,7 +72,6 @@ struct WorkList {
   __device__ explicit WorkList(const Params& p) : owned(p) {}
   __device__ long long items(const Params& p) const { return p.batch * owned.heads * owned.tiles; }
   __device__ Item item(const Params& p, long long at) const { return owned.in_order(p, at); }
-  __device__ long long turn(long long count) const { return boustrophedon(count); }
 };
 
 #else
@@ -86,8 +84,8 @@ struct Split {
   long long row, slot, segments;  // in the slots from `slot` on
 };
 
-// Long words of the workspace (schedule.py counts them): how many segments and splits there are, how
-// many segments blocks have taken after their first, the visits and the slices of each row, the segments, the splits.
+// Long words of the workspace (schedule.py counts them): how many segments and splits there are,
+// the visits and the slices of each row, the segments, the splits.
 template <class Owned>
 struct WorkList {
   Owned owned;
@@ -101,22 +99,13 @@ struct WorkList {
     (MASK_BY_HEAD ? rows : copies) *= owned.heads;
     slots = p.slots / copies;
   }
-  __device__ long long* visits() const { return words + 3; }
-  __device__ long long* slices() const { return words + 3 + rows; }
-  __device__ Segment* segments() const { return (Segment*)(words + 3 + 2 * rows); }
+  __device__ long long* visits() const { return words + 2; }
+  __device__ long long* slices() const { return words + 2 + rows; }
+  __device__ Segment* segments() const { return (Segment*)(words + 2 + 2 * rows); }
   __device__ Split* splits() const { return (Split*)(segments() + rows + slots); }
 
   __device__ long long items(const Params& p) const {
     return words == nullptr ? p.batch * owned.heads * owned.tiles : words[0] * copies;
-  }
-
-  // The item of a block that stays for several turns: whoever is free takes the next. By a warp.
-  __device__ long long turn(long long count) const {
-    if (words == nullptr) return boustrophedon(count);
-    if (count == 0) return blockIdx.x;
-    long long taken = 0;
-    if (threadIdx.x % 32 == 0) taken = atomicAdd((unsigned long long*)words + 2, 1ull);
-    return gridDim.x + __shfl_sync(ALL_LANES, taken, 0);
   }
 
   // The copies of a segment follow each other: the longest of all heads come first.
@@ -249,7 +238,6 @@ __device__ __forceinline__ void arrange_bucket(
   if (bucket == 0 && lane == 0) {  // the shortest: all have been counted
     list.words[0] = segments;
     list.words[1] = splits;
-    list.words[2] = 0;
   }
 }
 

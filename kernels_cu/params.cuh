@@ -34,8 +34,12 @@ struct Params {
   long long order_q, order_k, partials, slots;
   // Addresses of the sums for gradients of parameters and of their greatest values (gradients.cuh).
   long long sums, maxima;
+  // Address of the state of turns.cuh.
+  long long turns;
   long long batch, heads_q, heads_k, seqlen_q, seqlen_k;
   long long q_offset;  // the logical index of query row r is r + q_offset; of key column c it is c
+  long long group;  // heads whose keys and values fit into the L2 cache together
+  long long launch;  // a number that no other launch has
   double scale;
   long long words[Config::WORDS > 0 ? Config::WORDS : 1];  // operands of the mask's expression
 };

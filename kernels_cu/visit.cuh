@@ -62,6 +62,12 @@ class Walk {
   // Moves to the next tile, false at the end. state_of(tile) must not depend on the thread.
   template <class StateOf>
   __device__ bool next(StateOf state_of, long long& tile, bool& partly) {
+#if !HAS_MASK
+    tile = ++first_;
+    if (tile >= tiles_) return false;
+    partly = state_of(tile) == PARTLY;
+    return true;
+#endif
 #if HAS_ORDER
     if (visits_.left == 0) return false;
 #endif
@@ -98,7 +104,7 @@ class Walk {
     first_ = rest == 0 ? tiles_ : 32ll * tests * (slice + __ffsll((long long)rest) - 1);
   }
 
-  long long tiles_, first_ = -32;
+  long long tiles_, first_ = HAS_MASK ? -32 : -1;
   Visits& visits_;
   unsigned visited_ = 0, partly_ = 0;  // bit t: the tile first_ + t
 };

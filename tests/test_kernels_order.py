@@ -52,8 +52,8 @@ class Entry(NamedTuple):
 
 def unpack(words: np.ndarray, size: schedule.WorkList) -> tuple[list[int], list[Entry], list[Any]]:
     """Visits of rows, segments, splits of a list as the kernels leave it."""
-    visits = words[3 : 3 + size.rows]
-    at = 3 + 2 * size.rows
+    visits = words[2 : 2 + size.rows]
+    at = 2 + 2 * size.rows
     segments = [
         Entry(int(row), int(slot), int(pair & 0xFFFFFFFF), int(pair >> 32), int(slices))
         for row, slot, pair, slices in words[at : at + 4 * words[0]].reshape(-1, 4)

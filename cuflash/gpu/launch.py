@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import random
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,12 +24,14 @@ from cuflash.problem import Problem
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
 FIELDS = (
     *("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta"),
-    *("order_q", "order_k", "partials", "slots", "sums", "maxima"),
-    *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset", "scale", "words"),
+    *("order_q", "order_k", "partials", "slots", "sums", "maxima", "turns"),
+    *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset"),
+    *("group", "launch", "scale", "words"),
 )
 ROWS = ("lse", "dlse", "delta")  # (batch, heads_q, seqlen_q); the other views have four axes
 
 _ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:11]}
+_numbers = itertools.count(random.SystemRandom().getrandbits(61) | 1)  # of launches (turns.cuh)
 _MAX_PARAMS = 4096  # bytes that a kernel may be passed
 _MAX_WORDS = _MAX_PARAMS - 3 * tensor_map.BYTES - 64
 
@@ -136,12 +140,12 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
     for name, absent in _ABSENT.items():
         view = views.get(name)
         values += absent if view is None else (view.pointer, *view.strides)
-    for name in FIELDS[11:17]:
+    for name in FIELDS[11:18]:
         view = views.get("partials" if name == "slots" else name)
         values.append(0 if view is None else view.shape[0] if name == "slots" else view.pointer)
     values += (
         problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k,
-        problem.q_offset, problem.scale,
+        problem.q_offset, schedule.heads_at_a_time(problem), next(_numbers), problem.scale,
     )  # fmt: skip
     values += words or (0,)
     return _layout(len(words) or 1).pack(*values)
@@ -219,5 +223,5 @@ def _block() -> _Block:
 
 @cache
 def _layout(words: int) -> struct.Struct:
-    numbers = sum(map(len, _ABSENT.values())) + 12
+    numbers = sum(map(len, _ABSENT.values())) + 15
     return struct.Struct(f"<{numbers}qd{words}q")

@@ -25,6 +25,7 @@ ORDER_KERNELS = {
 
 _MAX_GRID = 2**31 - 1  # blocks of a one-dimensional grid; kernels loop over what is left
 _TABULATE_THREADS = 128
+_CACHE = 32 << 20  # bytes of L2 that keys and values may count on; an H200 has 50 MB
 
 
 class Step(NamedTuple):
@@ -51,8 +52,8 @@ class WorkList:
 
     @property
     def words(self) -> int:
-        """Its 8-byte words: three counts, visits and slices, segments, splits."""
-        return 3 + 2 * self.rows + 4 * (self.rows + self.slots) + 3 * (self.slots // 2)
+        """Its 8-byte words: two counts, visits and slices, segments, splits."""
+        return 2 + 2 * self.rows + 4 * (self.rows + self.slots) + 3 * (self.slots // 2)
 
     @property
     def blocks(self) -> int:
@@ -134,6 +135,13 @@ def param_elements(problem: Problem) -> int:
     return 0 if problem.score is None else sum(prod(each.shape) for each in problem.score.params)
 
 
+def heads_at_a_time(problem: Problem) -> int:
+    """Query heads whose keys and values fit into the L2 cache together, 1 at least."""
+    number = {"float64": 8, "float32": 4}.get(problem.dtype, 2)
+    head = problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * number
+    return max(1, _CACHE // max(head, 1)) * (problem.heads_q // max(problem.heads_k, 1))
+
+
 def workspaces(
     config: Config, problem: Problem, text: CallText | None, blocks: int
 ) -> list[tuple[str, tuple[int, ...], str]]:
@@ -142,6 +150,8 @@ def workspaces(
     specs: list[tuple[str, tuple[int, ...], str]] = [
         (name, (each.words,), "int64") for name, each in lists.items()
     ]
+    if config.stays:
+        specs.append(("turns", (3,), "int64"))
     if text is not None and text.params and config.kernel == "backward":
         elements = max(1, param_elements(problem))
         dtype = "int64" if problem.deterministic else problem.accumulation

@@ -8,6 +8,7 @@
 // FlashAttention-4 (2025).
 #include "../forward.cuh"
 #include "../pipeline.cuh"
+#include "../turns.cuh"
 #include "fragments.cuh"
 
 using Storage = C::dtype;
@@ -19,8 +20,7 @@ constexpr int WARPS = 4 * C::WARPGROUPS;              // that compute
 
 // What the warp that loads tells the others.
 struct Order {
-  int b, head;  // b < 0: there is nothing left to do
-  long long tile, slot;
+  int b, head, tile, slot;  // b < 0: there is nothing left to do
 };
 constexpr int END = -1;  // in the place of a key tile: the owned tile has seen all of its keys
 
@@ -48,21 +48,19 @@ __device__ __forceinline__ void load_panels(
 // values of a tile follow the keys of the next: that is the order in which they are used.
 __device__ __forceinline__ void load(const Params& p, Smem& smem) {
   const WorkList<Owned> list(p);
-  const long long items = list.items(p);
+  Turns turns(p, list.items(p));
   const bool is_leader = threadIdx.x % 32 == 0;
   const int group = int(p.heads_q / p.heads_k);
   Place<1> q_place;
   Place<STAGES> k_place, v_place;
-  for (long long turn = 0;; ++turn) {
-    const long long at = list.turn(turn);
-    if (at >= items) break;
+  for (long long at; (at = turns.next()) >= 0;) {
     Item item = list.item(p, at);
     const int head_k = item.head / group;
     const long long row0 = item.tile * C::BLOCK_Q;
     q_place.wait_empty(smem.q_pipeline);
     if (is_leader) {
       unsigned long long* full = &smem.q_pipeline.full[0];
-      smem.order = {item.b, item.head, item.tile, item.is_split() ? item.slot : -1};
+      smem.order = {item.b, item.head, int(item.tile), item.is_split() ? int(item.slot) : -1};
       mbarrier_arrive_expect_tx(full, sizeof(smem.q));
       load_panels(smem.q, p.map_q, full, row0, item.head, item.b);
     }
@@ -123,7 +121,7 @@ __device__ __forceinline__ unsigned allowed_pairs(
     const Params& p, const Tile& tile, int row, int column) {
   constexpr int BLOCKS = N / 4 - 8 * WORD < 8 ? N / 4 - 8 * WORD : 8;
   unsigned allowed = 0;
-#if HAS_MASK || HAS_SCORE
+#if HAS_MASK
 #pragma unroll 1  // the text of a mask may be long
 #else
 #pragma unroll
@@ -136,6 +134,16 @@ __device__ __forceinline__ unsigned allowed_pairs(
       allowed |= unsigned(allows) << (4 * block + e);
     }
   return allowed;
+}
+
+// -inf beyond the last key: all that a tile without mask and score may need.
+template <int N>
+__device__ __forceinline__ void cut_scores(
+    const Params& p, const Tile& tile, int column, float (&s)[N]) {
+  const int left = int(p.seqlen_k - tile.column0) - column;
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i / 4 * 8 + i % 2 >= left) s[i] = negative_infinity();
 }
 
 // s = score(scale * x), or x itself where the scale waits for the exponent; -inf where masked.
@@ -172,10 +180,15 @@ struct Softmax {
   // m = max(m, rowmax S);  P = exp2(S c - m), in place;  l = l exp2(m_old - m) + rowsum P
   template <int N>
   __device__ __forceinline__ void operator()(float (&s)[N], float c) {
-    float greatest[2] = {s[0], s[2]};
+    constexpr int CHAINS = N >= 64 ? 8 : 4;
+    float greatest[2], chain[CHAINS];  // several chains, so that one need not wait for the other
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      greatest[i / 2 % 2] = larger(greatest[i / 2 % 2], s[i]);
+    for (int i = 0; i < N; ++i) chain[i % CHAINS] = i < CHAINS ? s[i] : larger(chain[i % CHAINS], s[i]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      greatest[half] = larger(
+          larger(chain[2 * half], chain[2 * half + 1]),
+          larger(chain[CHAINS - 4 + 2 * half], chain[CHAINS - 3 + 2 * half]));
     bool has_grown = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -187,15 +200,14 @@ struct Softmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) rescale[half] = row[half].raise(greatest[half]);
     const float reference[2] = {row[0].reference(), row[1].reference()};
-    float sum[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int half = i / 2 % 2;
-      s[i] = ex2_approx_ftz_f32(multiply_add(s[i], c, -reference[half]));
-      sum[half] += s[i];
+      s[i] = ex2_approx_ftz_f32(multiply_add(s[i], c, -reference[i / 2 % 2]));
+      chain[i % CHAINS] = i < CHAINS ? s[i] : chain[i % CHAINS] + s[i];
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) row[half].row_sum += sum[half];
+    for (int half = 0; half < 2; ++half)
+      for (int i = 2 * half; i < CHAINS; i += 4) row[half].row_sum += chain[i] + chain[i + 1];
   }
 
   // O *= exp2(m_old - m)
@@ -213,7 +225,7 @@ __device__ __forceinline__ void finish_rows(
     const Params& p, const Order& order, int own, float (&o)[WIDTH_V / 2], Softmax& softmax,
     bool is_suspect) {
   const Head head(p, order.b, order.head);
-  const long long row0 = order.tile * C::BLOCK_Q;
+  const long long row0 = (long long)order.tile * C::BLOCK_Q;
   const bool is_split = HAS_ORDER && order.slot >= 0;
   const int lane = threadIdx.x % 32;
   float probe = first_probe(p), factor[2];
@@ -281,16 +293,15 @@ __device__ __forceinline__ void finish_rows(
   }
 }
 
-// A value that all lanes of a warp have, so that the compiler knows it: around wgmma it accepts no
-// branch that lanes might take differently.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
-
 // A warpgroup that computes: 64 rows of each owned tile.
 __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   const int own = threadIdx.x / 32 % 4 * 16 + 64 * warpgroup + lane / 4;  // this thread's first row
   const int column = lane % 4 * 2;
   const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * 1.4426950408889634);
+  const Operand q_tile = Operand::at(&smem.q[0][64 * warpgroup]).uniform();
+  const Operand k_tile = Operand::at(smem.k);
+  const Operand v_tile = Operand::at(smem.v, C::BLOCK_K * PANEL_ROW);
   Place<1> q_place;
   Place<STAGES> k_place, v_place;
   // Two warpgroups take turns: one's products run during the softmax of the other.
@@ -311,19 +322,23 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
     Softmax softmax;
     bool is_suspect = false;  // all keys of a tile were attended: a row without weights overflowed
     const auto tile_at = [&](int visit) {
-      return Tile{order.b, order.head, order.tile * C::BLOCK_Q, (long long)(visit / 2) * C::BLOCK_K};
+      return Tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q, (long long)(visit / 2) * C::BLOCK_K};
     };
     // S = Q K^T
     const auto start_scores = [&]() {
       start_product<C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K>(
-          s, &smem.q[0][64 * warpgroup][0], &smem.k[k_place.stage()][0][0][0]);
+          s, q_tile, k_tile + k_place.stage() * int(sizeof(smem.k[0])));
     };
     // O += P V
     const auto start_output = [&]() {
-      start_weighted_sum<C::BLOCK_K, WIDTH_V>(o, weights, &smem.v[v_place.stage()][0][0][0]);
+      start_weighted_sum<C::BLOCK_K, WIDTH_V>(
+          o, weights, v_tile + v_place.stage() * int(sizeof(smem.v[0])));
     };
     const auto finish = [&](int visit) {
-      finish_scores(p, tile_at(visit), visit & 1, own, column, s);
+      if (HAS_MASK || HAS_SCORE || C::SCALE_FIRST)
+        finish_scores(p, tile_at(visit), visit & 1, own, column, s);
+      else if (visit & 1)
+        cut_scores(p, tile_at(visit), column, s);
       is_suspect |= !HAS_SCORE && !(visit & 1);
       softmax(s, c);
     };

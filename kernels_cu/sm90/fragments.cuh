@@ -13,13 +13,25 @@ constexpr int PANEL_ROW = PANEL * 2;  // bytes
 
 __host__ __device__ constexpr int round_up(int n, int step) { return (n + step - 1) / step * step; }
 
-// The matrix descriptor of an operand (PTX ISA 9.7.15.5.1): address, bytes from a panel to the next
-// (used where the operand is read transposed), 8 rows a group, 128-byte swizzle.
-__device__ __forceinline__ unsigned long long descriptor(const void* at, int panel_bytes) {
-  return (unsigned long long)((shared_address(at) & 0x3ffff) >> 4) |
-         (unsigned long long)(panel_bytes >> 4) << 16 |
-         (unsigned long long)(8 * PANEL_ROW >> 4) << 32 | 1ull << 62;
-}
+// A value that all lanes of a warp have, so that the compiler knows it: around wgmma it accepts no
+// branch that lanes might take differently, and addresses that it knows are cheaper.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(ALL_LANES, value, 0); }
+
+// An operand in shared memory, as the lower word of its matrix descriptor (PTX ISA 9.7.15.5.1): its
+// address in units of 16 bytes, so that a step is an addition; the fields above hold no more than
+// bytes from a panel to the next (used where the operand is read transposed).
+struct Operand {
+  unsigned low;
+  __device__ __forceinline__ static Operand at(const void* start, int panel_bytes = 16) {
+    return {shared_address(start) >> 4 | unsigned(panel_bytes >> 4) << 16};
+  }
+  __device__ __forceinline__ Operand uniform() const { return {unsigned(::uniform(int(low)))}; }
+  __device__ __forceinline__ Operand operator+(int bytes) const { return {low + (bytes >> 4)}; }
+  // with 8 rows a group, in the 128-byte swizzle
+  __device__ __forceinline__ unsigned long long descriptor() const {
+    return (unsigned long long)(1u << 30 | 8 * PANEL_ROW >> 4) << 32 | low;
+  }
+};
 
 // Reads and writes of these registers stay on their side of this line.
 template <int N>
@@ -28,30 +40,29 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// sum = A B^T (+ sum): both operands [.][depth] with the depth along the rows of their tiles; A from
-// `a` on with panels of A_ROWS rows, B with panels of N rows.
-template <int DEPTH, int A_ROWS, int N, class Storage>
-__device__ __forceinline__ void start_product(
-    float (&sum)[N / 2], const Storage* a, const Storage* b) {
+// sum = A B^T: both operands [.][DEPTH] with the depth along the rows of their tiles; A's tile has
+// A_ROWS rows, B's has N.
+template <int DEPTH, int A_ROWS, int N>
+__device__ __forceinline__ void start_product(float (&sum)[N / 2], Operand a, Operand b) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < round_up(DEPTH, 16) / 16; ++step) {
-    const int panel = step / 4, column = step % 4 * 16;
+    const int panel = step / 4, bytes = step % 4 * 32;
     wgmma_ss(
-        sum, descriptor(a + panel * A_ROWS * PANEL + column, 16),
-        descriptor(b + panel * N * PANEL + column, 16), step > 0);
+        sum, (a + (panel * A_ROWS * PANEL_ROW + bytes)).descriptor(),
+        (b + (panel * N * PANEL_ROW + bytes)).descriptor(), step > 0);
   }
   wgmma_commit_group();
 }
 
-// sum += A B: A in registers as 16-bit pairs, 64 x ROWS; B [ROWS][width of sum] in panels.
-template <int ROWS, int WIDTH, class Storage>
+// sum += A B: A in registers as 16-bit pairs, 64 x ROWS; B [ROWS][width of sum].
+template <int ROWS, int WIDTH>
 __device__ __forceinline__ void start_weighted_sum(
-    float (&sum)[WIDTH / 2], const unsigned (&a)[ROWS / 4], const Storage* b) {
+    float (&sum)[WIDTH / 2], const unsigned (&a)[ROWS / 4], Operand b) {
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < ROWS / 16; ++step)
-    wgmma_rs(sum, a + 4 * step, descriptor(b + step * 16 * PANEL, ROWS * PANEL_ROW), 1);
+    wgmma_rs(sum, a + 4 * step, (b + step * 16 * PANEL_ROW).descriptor(), 1);
   wgmma_commit_group();
 }
 
