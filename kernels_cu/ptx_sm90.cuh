@@ -85,6 +85,14 @@ __device__ __forceinline__ void fence_acq_rel_cta() {
   asm volatile("fence.acq_rel.cta;" ::: "memory");
 }
 
+__device__ __forceinline__ void st_shared_if_negative(SharedAddress at, float number) {
+  asm volatile(
+      "{ .reg .pred negative; setp.lt.f32 negative, %1, 0f00000000;\n"
+      "  @negative st.shared.f32 [%0], %1; }" ::"r"(at),
+      "f"(number)
+      : "memory");
+}
+
 // PTX ISA 9.7.9.21 (cvt): two numbers to the nearest, ties to even, the first in the lower half.
 __device__ __forceinline__ unsigned cvt_rn_x2(float low, float high, float16) {
   unsigned pair;

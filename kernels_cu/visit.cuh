@@ -4,6 +4,10 @@
 #include "math.cuh"
 #include "params.cuh"
 
+#if !HAS_MASK
+constexpr bool MASK_IS_INTERVAL = true, INTERVAL_HAS_FIRST = false;  // of the keys that there are
+#endif
+
 enum TileState { SKIP = 0, PARTLY = 1, WHOLE = 2 };
 
 // A tile of scores: BLOCK_Q rows from row0 on, BLOCK_K columns from column0 on.

@@ -1,6 +1,7 @@
 """CUDA text of a call's mask and score: the functions that kernels call, by name.
 
 bool mask_allows(p, b, h, row, column)        whether a pair is attended
+mask_interval(p, b, h, row, from, to)         MASK_IS_INTERVAL: a query's columns from, .., to - 1
 int mask_state(p, b, h, row0, row1, column0, column1)    of a tile: 0 never, 1 perhaps, 2 always
 tabulate                                      the kernel that fills the mask's bound tables
 MASK_BY_BATCH, MASK_BY_HEAD                   what the mask depends on
@@ -24,6 +25,7 @@ from cuflash.expr.bounds import SIDE, Bounds, Table
 from cuflash.expr.cuda import Printer, TableRows, Word, logical_indices, pack_words
 from cuflash.expr.derivative import derivatives, param_loads
 from cuflash.expr.expression import Expression, ordered
+from cuflash.expr.interval import row_ends, row_interval
 from cuflash.expr.nodes import Node, variable
 
 INLINE_LINES = 24  # statements of a mask that are copied to where they are used
@@ -149,6 +151,7 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
         f"__device__ {inline} bool mask_allows({_PAIR}) {{",
         *logical_indices("row_at", "column_at"), *lines, f"  return {allows};", "}",
     ]  # fmt: skip
+    parts += _interval(mask, printer)
     lines, (certainly, possibly) = printer.body([bounds.certainly, bounds.possibly])
     parts += [
         # once for 32 tiles of a warp: a call costs nothing there, and the text is compiled once
@@ -158,6 +161,28 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
         f"  return {certainly} ? 2 : {possibly} ? 1 : 0;", "}",
     ]  # fmt: skip
     return parts + _tabulate(bounds.tables, printer) if bounds.tables else parts
+
+
+def _interval(mask: Expression, printer: Printer) -> list[str]:
+    needed = row_interval(mask.root)
+    head = [
+        "__device__ __forceinline__ void mask_interval(const Params& p, int b, int h,",
+        "    long long row_at, long long& from, long long& to) {",
+    ]
+    if needed is None:
+        flags = "constexpr bool MASK_IS_INTERVAL = false, INTERVAL_HAS_FIRST = false;"
+        return [flags, *head, "}"]
+    lines, texts = printer.body(needed)
+    names = iter(texts)
+    ends = row_ends(mask.root, lambda node: next(names))
+    assert ends is not None
+    has_first = str(ends.first is not None).lower()
+    return [
+        f"constexpr bool MASK_IS_INTERVAL = true, INTERVAL_HAS_FIRST = {has_first};",
+        *head, *logical_indices("row_at", "0"), *lines,
+        *([f"  from = {ends.first};"] if ends.first else []),
+        *([f"  to = {ends.end};"] if ends.end else []), "}",
+    ]  # fmt: skip
 
 
 def _score(score: Expression, printer: Printer) -> list[str]:

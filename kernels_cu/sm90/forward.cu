@@ -22,7 +22,8 @@ constexpr int WARPS = 4 * C::WARPGROUPS;              // that compute
 struct Order {
   int b, head, tile, slot;  // b < 0: there is nothing left to do
 };
-constexpr int END = -1;  // in the place of a key tile: the owned tile has seen all of its keys
+// Which key tile a stage holds: 4 * tile, and how; or that the owned tile sees no key at all.
+enum Visit { PARTLY_ATTENDED = 1, LAST = 2, NO_KEYS = -1 };
 
 struct alignas(1024) Smem {
   Storage q[PANELS][C::BLOCK_Q][PANEL];
@@ -31,7 +32,8 @@ struct alignas(1024) Smem {
   Pipeline<1> q_pipeline;
   Pipeline<STAGES> k_pipeline, v_pipeline;
   Order order;         // with q
-  int visits[STAGES];  // with k: 2 * tile + partly, or END
+  int visits[STAGES];  // with k
+  float never;
 };
 static_assert(sizeof(Smem) <= C::SHARED_BYTES, "cuflash/plan.py counts as many bytes");
 
@@ -78,11 +80,11 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
       }
       v_place.advance();
     };
-    const auto load_k = [&](long long tile, bool partly) {
+    const auto load_k = [&](long long tile, int how) {
       k_place.wait_empty(smem.k_pipeline);
       if (is_leader) {
         unsigned long long* full = &smem.k_pipeline.full[k_place.stage()];
-        smem.visits[k_place.stage()] = int(2 * tile + partly);
+        smem.visits[k_place.stage()] = int(4 * tile) | how;
         mbarrier_arrive_expect_tx(full, sizeof(smem.k[0]));
         load_panels(smem.k[k_place.stage()], p.map_k, full, tile * C::BLOCK_K, head_k, item.b);
       }
@@ -91,20 +93,25 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
       pending = tile;
     };
     Walk walk((p.seqlen_k + C::BLOCK_K - 1) / C::BLOCK_K, item.visits);
+    const auto state_of = [&](long long other) {
+      return Tile{item.b, item.head, row0, other * C::BLOCK_K}.state(p, HAS_SCORE);
+    };
     long long tile;
-    bool partly;
-    while (walk.next(
-        [&](long long other) {
-          return Tile{item.b, item.head, row0, other * C::BLOCK_K}.state(p, HAS_SCORE);
-        },
-        tile, partly))
-      load_k(tile, partly);
-    k_place.wait_empty(smem.k_pipeline);
-    if (is_leader) {
-      smem.visits[k_place.stage()] = END;
-      mbarrier_arrive(&smem.k_pipeline.full[k_place.stage()]);
+    bool partly, is_more = walk.next(state_of, tile, partly);
+    if (!is_more) {
+      k_place.wait_empty(smem.k_pipeline);
+      if (is_leader) {
+        smem.visits[k_place.stage()] = NO_KEYS;
+        mbarrier_arrive(&smem.k_pipeline.full[k_place.stage()]);
+      }
+      k_place.advance();
     }
-    k_place.advance();
+    while (is_more) {
+      const long long found = tile;
+      const int how = partly ? PARTLY_ATTENDED : 0;
+      is_more = walk.next(state_of, tile, partly);
+      load_k(found, is_more ? how : how | LAST);
+    }
     load_v();
   }
   q_place.wait_empty(smem.q_pipeline);
@@ -114,57 +121,81 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
   }
 }
 
-// 32 of a thread's scores, those from 8 * WORD blocks on: bit 4 * block + 2 * half + e of the result
-// says whether the pair is attended.
+// Where each query attends an interval of keys, the mask is two comparisons a score: the interval of
+// this thread's two rows in a tile, counted from the thread's first column.
+struct Attended {
+  int first[2] = {0, 0}, end[2];
+  __device__ __forceinline__ Attended(const Params& p, const Tile& tile, int row, int column) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const long long start = tile.column0 + column;
+      long long from = 0, to = p.seqlen_k;
+#if HAS_MASK
+      long long at = tile.row0 + row + 8 * half;
+      if (at >= p.seqlen_q) at = p.seqlen_q - 1;
+      mask_interval(p, tile.b, tile.h, at, from, to);
+      if (to > p.seqlen_k) to = p.seqlen_k;
+      if (INTERVAL_HAS_FIRST) first[half] = place(from - start);
+#endif
+      end[half] = place(to - start);
+    }
+  }
+  // Whether a thread's score `i` is attended.
+  __device__ __forceinline__ bool operator[](int i) const {
+    const int half = i / 2 % 2, at = i / 4 * 8 + i % 2;
+    return at < end[half] && (!INTERVAL_HAS_FIRST || at >= first[half]);
+  }
+
+ private:
+  __device__ __forceinline__ static int place(long long at) {
+    return int(at < 0 ? 0 : at > C::BLOCK_K ? C::BLOCK_K : at);
+  }
+};
+
+template <int N>
+__device__ __forceinline__ void cut_scores(const Attended& attended, float (&s)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (!attended[i]) s[i] = negative_infinity();
+}
+
+// 32 of a thread's scores, those from 32 * WORD on: bit i says whether pair 32 * WORD + i is attended.
 template <int WORD, int N>
 __device__ __forceinline__ unsigned allowed_pairs(
     const Params& p, const Tile& tile, int row, int column) {
-  constexpr int BLOCKS = N / 4 - 8 * WORD < 8 ? N / 4 - 8 * WORD : 8;
+  constexpr int COUNT = N - 32 * WORD < 32 ? N - 32 * WORD : 32;
   unsigned allowed = 0;
-#if HAS_MASK
+  if constexpr (MASK_IS_INTERVAL) {
+    const Attended attended(p, tile, row, column);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) allowed |= unsigned(attended[32 * WORD + i]) << i;
+  } else {
 #pragma unroll 1  // the text of a mask may be long
-#else
+    for (int block = 0; block < COUNT / 4; ++block)
 #pragma unroll
-#endif
-  for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const bool allows =
-          tile.allows(p, row + e / 2 * 8, column + 8 * (8 * WORD + block) + e % 2);
-      allowed |= unsigned(allows) << (4 * block + e);
-    }
+      for (int e = 0; e < 4; ++e) {
+        const bool allows =
+            tile.allows(p, row + e / 2 * 8, column + 8 * (8 * WORD + block) + e % 2);
+        allowed |= unsigned(allows) << (4 * block + e);
+      }
+  }
   return allowed;
-}
-
-// -inf beyond the last key: all that a tile without mask and score may need.
-template <int N>
-__device__ __forceinline__ void cut_scores(
-    const Params& p, const Tile& tile, int column, float (&s)[N]) {
-  const int left = int(p.seqlen_k - tile.column0) - column;
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (i / 4 * 8 + i % 2 >= left) s[i] = negative_infinity();
 }
 
 // s = score(scale * x), or x itself where the scale waits for the exponent; -inf where masked.
 template <int WORD = 0, int N>
 __device__ __forceinline__ void finish_scores(
     const Params& p, const Tile& tile, bool partly, int row, int column, float (&s)[N]) {
-  if constexpr (8 * WORD < N / 4) {
+  if constexpr (32 * WORD < N) {
     constexpr bool HAS_VALUE = HAS_SCORE || C::SCALE_FIRST;
-    if (HAS_VALUE || partly) {
-      const unsigned allowed = partly ? allowed_pairs<WORD, N>(p, tile, row, column) : ~0u;
+    const unsigned allowed = partly ? allowed_pairs<WORD, N>(p, tile, row, column) : ~0u;
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int at = 32 * WORD + i;
-        if (at >= N) break;
-        const float x = HAS_VALUE ? s[at] * float(p.scale) : s[at];
-        s[at] = negative_infinity();
-        if (allowed >> i & 1) {
-          const int block = at / 4;
-          s[at] = score_at(p, tile, row + at % 4 / 2 * 8, column + 8 * block + at % 2, x);
-        }
-      }
+    for (int i = 0; i < 32 && 32 * WORD + i < N; ++i) {
+      const int at = 32 * WORD + i;
+      const float x = HAS_VALUE ? s[at] * float(p.scale) : s[at];
+      s[at] = negative_infinity();
+      if (allowed >> i & 1)
+        s[at] = score_at(p, tile, row + at % 4 / 2 * 8, column + at / 4 * 8 + at % 2, x);
     }
     finish_scores<WORD + 1>(p, tile, partly, row, column, s);
   }
@@ -241,11 +272,13 @@ __device__ __forceinline__ void finish_rows(
     if (reference > 134217728.0f || reference < -134217728.0f)  // 2^27
       probe = negative_infinity() - negative_infinity();
   }
+  float chain[4] = {};  // several, so that one need not wait for the other
 #pragma unroll
   for (int i = 0; i < WIDTH_V / 2; ++i) {
-    probe = multiply_add(o[i], 0.0f, probe);
+    chain[i % 4] = multiply_add(o[i], 0.0f, chain[i % 4]);
     o[i] *= factor[i / 2 % 2];
   }
+  probe += (chain[0] + chain[1]) + (chain[2] + chain[3]);
   const bool is_bad = __any_sync(ALL_LANES, !is_finite(probe));
   if (is_split) {
 #if HAS_ORDER
@@ -322,7 +355,7 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
     Softmax softmax;
     bool is_suspect = false;  // all keys of a tile were attended: a row without weights overflowed
     const auto tile_at = [&](int visit) {
-      return Tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q, (long long)(visit / 2) * C::BLOCK_K};
+      return Tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q, (long long)(visit / 4) * C::BLOCK_K};
     };
     // S = Q K^T
     const auto start_scores = [&]() {
@@ -335,37 +368,39 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
           o, weights, v_tile + v_place.stage() * int(sizeof(smem.v[0])));
     };
     const auto finish = [&](int visit) {
-      if (HAS_MASK || HAS_SCORE || C::SCALE_FIRST)
-        finish_scores(p, tile_at(visit), visit & 1, own, column, s);
-      else if (visit & 1)
-        cut_scores(p, tile_at(visit), column, s);
-      is_suspect |= !HAS_SCORE && !(visit & 1);
+      const bool partly = visit & PARTLY_ATTENDED;
+      if (HAS_SCORE || C::SCALE_FIRST || (partly && !MASK_IS_INTERVAL))
+        finish_scores(p, tile_at(visit), partly, own, column, s);
+      else if (partly)
+        cut_scores(Attended(p, tile_at(visit), own, column), s);
+      is_suspect |= !HAS_SCORE && !partly;
       softmax(s, c);
     };
-
-    const auto release_queries = [&]() {  // at END
+    const auto next_visit = [&]() {
+      k_place.wait_full(smem.k_pipeline);
+      return uniform(smem.visits[k_place.stage()]);
+    };
+    // The scores have been computed: new keys, after the last ones new queries, may come.
+    const auto release_operands = [&](int visit) {
       k_place.release(smem.k_pipeline);
       k_place.advance();
-      q_place.release(smem.q_pipeline);
-      q_place.advance();
+      if (visit & LAST) q_place.release(smem.q_pipeline);  // NO_KEYS too
     };
 
-    k_place.wait_full(smem.k_pipeline);
-    int visit = uniform(smem.visits[k_place.stage()]);
-    if (visit != END) {
+    int visit = next_visit();
+    if (visit == NO_KEYS) {
+      release_operands(visit);
+    } else {
       take_turn();
       start_scores();
       give_turn();
       wgmma_wait_group<0>();
       hold(s);
-      k_place.release(smem.k_pipeline);
-      k_place.advance();
+      release_operands(visit);
       finish(visit);
       round_to<Storage>(weights, s);
-      while (true) {
-        k_place.wait_full(smem.k_pipeline);
-        visit = uniform(smem.visits[k_place.stage()]);
-        if (visit == END) break;
+      while (!(visit & LAST)) {
+        visit = next_visit();
         take_turn();
         start_scores();
         v_place.wait_full(smem.v_pipeline);
@@ -373,11 +408,10 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
         give_turn();
         wgmma_wait_group<1>();
         hold(s);
-        k_place.release(smem.k_pipeline);
-        k_place.advance();
+        release_operands(visit);
         finish(visit);
         hold(s);
-        fence_acq_rel_cta();  // ptxas would wait for P V before the softmax; it moves no wait across
+        keep_before(softmax.row[0].row_sum + softmax.row[1].row_sum, smem.never);
         wgmma_wait_group<0>();
         hold(o);
         v_place.release(smem.v_pipeline);
@@ -385,16 +419,14 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
         round_to<Storage>(weights, s);
         softmax.correct(o);
       }
-      release_queries();
       v_place.wait_full(smem.v_pipeline);
       start_output();
       wgmma_wait_group<0>();
       hold(o);
       v_place.release(smem.v_pipeline);
       v_place.advance();
-    } else {
-      release_queries();
     }
+    q_place.advance();
     finish_rows(p, order, own, o, softmax, is_suspect);
   }
 }

@@ -40,6 +40,14 @@ __device__ __forceinline__ void hold(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
+// What a number that is not negative depends on is computed before what follows. ptxas would wait for
+// P V first and then compute the softmax, which is there to run meanwhile: it moves no wait across a
+// fence, and no store, be it one that never happens.
+__device__ __forceinline__ void keep_before(float number, float& never) {
+  st_shared_if_negative(shared_address(&never), number);
+  fence_acq_rel_cta();
+}
+
 // sum = A B^T: both operands [.][DEPTH] with the depth along the rows of their tiles; A's tile has
 // A_ROWS rows, B's has N.
 template <int DEPTH, int A_ROWS, int N>
