@@ -93,6 +93,8 @@ def why_not(problem: Problem, kernel: str, arch: int, is_readable: bool) -> str 
         return f"sm90: for compute capability 9.0, this GPU has {arch / 10}"
     if kernel != "forward":
         return "sm90: has a forward kernel only"
+    if 0 in (problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k):
+        return "sm90: there is nothing to compute"
     if problem.dtype not in _DTYPES:
         return f"sm90: for {' and '.join(_DTYPES)}, q is {problem.dtype}"
     widest = max(problem.head_dim, problem.head_dim_v)

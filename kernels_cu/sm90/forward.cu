@@ -22,8 +22,8 @@ constexpr int WARPS = 4 * C::WARPGROUPS;              // that compute
 struct Order {
   int b, head, tile, slot;  // b < 0: there is nothing left to do
 };
-// Which key tile a stage holds: 4 * tile, and how; or that the owned tile sees no key at all.
-enum Visit { PARTLY_ATTENDED = 1, LAST = 2, NO_KEYS = -1 };
+// Which key tile a stage holds: 4 * tile, and how.
+enum Visit { PARTLY_ATTENDED = 1, LAST = 2 };
 
 struct alignas(1024) Smem {
   Storage q[PANELS][C::BLOCK_Q][PANEL];
@@ -98,13 +98,9 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
     };
     long long tile;
     bool partly, is_more = walk.next(state_of, tile, partly);
-    if (!is_more) {
-      k_place.wait_empty(smem.k_pipeline);
-      if (is_leader) {
-        smem.visits[k_place.stage()] = NO_KEYS;
-        mbarrier_arrive(&smem.k_pipeline.full[k_place.stage()]);
-      }
-      k_place.advance();
+    if (!is_more) {  // rows without keys are computed as rows of a tile that is masked
+      tile = 0;
+      partly = is_more = true;
     }
     while (is_more) {
       const long long found = tile;
@@ -345,89 +341,108 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
     if (C::PINGPONG) bar_arrive(1 + (warpgroup ^ 1), 256);
   };
   if (warpgroup == 1) give_turn();
-  while (true) {
-    q_place.wait_full(smem.q_pipeline);
-    Order order = smem.order;
-    order.b = uniform(order.b);
-    if (order.b < 0) break;
-    float o[WIDTH_V / 2] = {}, s[C::BLOCK_K / 2];
-    unsigned weights[C::BLOCK_K / 4];
-    Softmax softmax;
-    bool is_suspect = false;  // all keys of a tile were attended: a row without weights overflowed
-    const auto tile_at = [&](int visit) {
-      return Tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q, (long long)(visit / 4) * C::BLOCK_K};
-    };
-    // S = Q K^T
-    const auto start_scores = [&]() {
-      start_product<C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K>(
-          s, q_tile, k_tile + k_place.stage() * int(sizeof(smem.k[0])));
-    };
-    // O += P V
-    const auto start_output = [&]() {
-      start_weighted_sum<C::BLOCK_K, WIDTH_V>(
-          o, weights, v_tile + v_place.stage() * int(sizeof(smem.v[0])));
-    };
-    const auto finish = [&](int visit) {
-      const bool partly = visit & PARTLY_ATTENDED;
-      if (HAS_SCORE || C::SCALE_FIRST || (partly && !MASK_IS_INTERVAL))
-        finish_scores(p, tile_at(visit), partly, own, column, s);
-      else if (partly)
-        cut_scores(Attended(p, tile_at(visit), own, column), s);
-      is_suspect |= !HAS_SCORE && !partly;
-      softmax(s, c);
-    };
-    const auto next_visit = [&]() {
-      k_place.wait_full(smem.k_pipeline);
-      return uniform(smem.visits[k_place.stage()]);
-    };
-    // The scores have been computed: new keys, after the last ones new queries, may come.
-    const auto release_operands = [&](int visit) {
-      k_place.release(smem.k_pipeline);
-      k_place.advance();
-      if (visit & LAST) q_place.release(smem.q_pipeline);  // NO_KEYS too
-    };
 
-    int visit = next_visit();
-    if (visit == NO_KEYS) {
-      release_operands(visit);
-    } else {
+  float o[WIDTH_V / 2], s[C::BLOCK_K / 2];
+  unsigned weights[C::BLOCK_K / 4];
+  Softmax softmax;
+  Order order;
+  bool is_suspect;  // all keys of a tile were attended: a row without weights overflowed
+  int visit;
+  // Moves to the next owned tile; false where there is none.
+  const auto next_order = [&](Order& next) {
+    q_place.wait_full(smem.q_pipeline);
+    q_place.advance();
+    next = smem.order;
+    return uniform(next.b) >= 0;
+  };
+  const auto next_visit = [&]() {
+    k_place.wait_full(smem.k_pipeline);
+    return uniform(smem.visits[k_place.stage()]);
+  };
+  // S = Q K^T
+  const auto start_scores = [&]() {
+    start_product<C::HEAD_DIM, C::BLOCK_Q, C::BLOCK_K>(
+        s, q_tile, k_tile + k_place.stage() * int(sizeof(smem.k[0])));
+  };
+  // O += P V
+  const auto start_output = [&]() {
+    v_place.wait_full(smem.v_pipeline);
+    start_weighted_sum<C::BLOCK_K, WIDTH_V>(
+        o, weights, v_tile + v_place.stage() * int(sizeof(smem.v[0])));
+  };
+  // The scores have been computed: new keys, after the last ones new queries, may come.
+  const auto release_keys = [&]() {
+    k_place.release(smem.k_pipeline);
+    k_place.advance();
+    if (visit & LAST) q_place.release(smem.q_pipeline);
+  };
+  const auto release_values = [&]() {
+    v_place.release(smem.v_pipeline);
+    v_place.advance();
+  };
+  // P = softmax(S), in place
+  const auto weigh = [&]() {
+    const bool partly = visit & PARTLY_ATTENDED;
+    const Tile tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q,
+                    (long long)(visit / 4) * C::BLOCK_K};
+    if (HAS_SCORE || C::SCALE_FIRST || (partly && !MASK_IS_INTERVAL))
+      finish_scores(p, tile, partly, own, column, s);
+    else if (partly)
+      cut_scores(Attended(p, tile, own, column), s);
+    is_suspect |= !HAS_SCORE && !partly;
+    softmax(s, c);
+  };
+
+  if (!next_order(order)) return;
+  visit = next_visit();
+  take_turn();
+  start_scores();
+  give_turn();
+  wgmma_wait_group<0>();
+  hold(s);
+  release_keys();
+  while (true) {
+    softmax = Softmax();
+    is_suspect = false;
+#pragma unroll
+    for (int i = 0; i < WIDTH_V / 2; ++i) o[i] = 0;
+    weigh();
+    round_to<Storage>(weights, s);
+    while (!(visit & LAST)) {
+      visit = next_visit();
       take_turn();
       start_scores();
-      give_turn();
-      wgmma_wait_group<0>();
-      hold(s);
-      release_operands(visit);
-      finish(visit);
-      round_to<Storage>(weights, s);
-      while (!(visit & LAST)) {
-        visit = next_visit();
-        take_turn();
-        start_scores();
-        v_place.wait_full(smem.v_pipeline);
-        start_output();
-        give_turn();
-        wgmma_wait_group<1>();
-        hold(s);
-        release_operands(visit);
-        finish(visit);
-        hold(s);
-        keep_before(softmax.row[0].row_sum + softmax.row[1].row_sum, smem.never);
-        wgmma_wait_group<0>();
-        hold(o);
-        v_place.release(smem.v_pipeline);
-        v_place.advance();
-        round_to<Storage>(weights, s);
-        softmax.correct(o);
-      }
-      v_place.wait_full(smem.v_pipeline);
       start_output();
+      give_turn();
+      wgmma_wait_group<1>();
+      hold(s);
+      release_keys();
+      weigh();  // while P V of the tile before runs
+      hold(s);
+      keep_before(softmax.row[0].row_sum + softmax.row[1].row_sum, smem.never);
       wgmma_wait_group<0>();
       hold(o);
-      v_place.release(smem.v_pipeline);
-      v_place.advance();
+      release_values();
+      round_to<Storage>(weights, s);
+      softmax.correct(o);
     }
-    q_place.advance();
+    // The last product, and the first one of the next owned tile; after the last owned tile that one
+    // is made of what lies there, and nobody looks at it.
+    Order next;
+    const bool is_more = next_order(next);
+    if (is_more) visit = next_visit();
+    take_turn();
+    start_scores();
+    start_output();
+    give_turn();
+    wgmma_wait_group<0>();
+    hold(s);
+    hold(o);
+    if (is_more) release_keys();
+    release_values();
     finish_rows(p, order, own, o, softmax, is_suspect);
+    if (!is_more) return;
+    order = next;
   }
 }
 
