@@ -56,11 +56,11 @@ struct Ownership {
   // heads whose passing tiles fit into the L2 cache together, all heads' first tiles come first.
   __device__ Item in_order(const Params& p, long long at) const {
     const long long group = OWN_IS_Q ? p.group : 1, all = p.batch * heads;
-    const long long first = at / (group * tiles) * group, rest = at - first * tiles;
+    const long long first = quotient(at, group * tiles) * group, rest = at - first * tiles;
     const long long members = all - first < group ? all - first : group;
-    const long long rank = rest / members, which = first + rest % members;
-    const long long tile = OWN_IS_Q ? tiles - 1 - rank : rank;
-    return {int(which / heads), int(which % heads), tile, -1, Visits()};
+    const long long rank = quotient(rest, members), which = first + rest - rank * members;
+    const long long tile = OWN_IS_Q ? tiles - 1 - rank : rank, b = quotient(which, heads);
+    return {int(b), int(which - b * heads), tile, -1, Visits()};
   }
 };
 

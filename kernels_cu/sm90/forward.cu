@@ -50,13 +50,14 @@ __device__ __forceinline__ void load_panels(
 // values of a tile follow the keys of the next: that is the order in which they are used.
 __device__ __forceinline__ void load(const Params& p, Smem& smem) {
   const WorkList<Owned> list(p);
-  Turns turns(p, list.items(p));
+  Turns<HAS_MASK> turns(p, list.items(p));
   const bool is_leader = threadIdx.x % 32 == 0;
   const int group = int(p.heads_q / p.heads_k);
   Place<1> q_place;
   Place<STAGES> k_place, v_place;
-  for (long long at; (at = turns.next()) >= 0;) {
+  for (long long at = turns.first(), next; at >= 0; at = next) {
     Item item = list.item(p, at);
+    next = turns.next();  // early: the answer takes its time
     const int head_k = item.head / group;
     const long long row0 = item.tile * C::BLOCK_Q;
     q_place.wait_empty(smem.q_pipeline);
@@ -349,11 +350,11 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
   bool is_suspect;  // all keys of a tile were attended: a row without weights overflowed
   int visit;
   // Moves to the next owned tile; false where there is none.
-  const auto next_order = [&](Order& next) {
+  const auto next_order = [&]() {
     q_place.wait_full(smem.q_pipeline);
     q_place.advance();
-    next = smem.order;
-    return uniform(next.b) >= 0;
+    order = smem.order;
+    return uniform(order.b) >= 0;
   };
   const auto next_visit = [&]() {
     k_place.wait_full(smem.k_pipeline);
@@ -393,19 +394,18 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
     softmax(s, c);
   };
 
-  if (!next_order(order)) return;
-  visit = next_visit();
-  take_turn();
-  start_scores();
-  give_turn();
-  wgmma_wait_group<0>();
-  hold(s);
-  release_keys();
-  while (true) {
+  while (next_order()) {
     softmax = Softmax();
     is_suspect = false;
 #pragma unroll
     for (int i = 0; i < WIDTH_V / 2; ++i) o[i] = 0;
+    visit = next_visit();
+    take_turn();
+    start_scores();
+    give_turn();
+    wgmma_wait_group<0>();
+    hold(s);
+    release_keys();
     weigh();
     round_to<Storage>(weights, s);
     while (!(visit & LAST)) {
@@ -426,23 +426,11 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
       round_to<Storage>(weights, s);
       softmax.correct(o);
     }
-    // The last product, and the first one of the next owned tile; after the last owned tile that one
-    // is made of what lies there, and nobody looks at it.
-    Order next;
-    const bool is_more = next_order(next);
-    if (is_more) visit = next_visit();
-    take_turn();
-    start_scores();
     start_output();
-    give_turn();
     wgmma_wait_group<0>();
-    hold(s);
     hold(o);
-    if (is_more) release_keys();
     release_values();
     finish_rows(p, order, own, o, softmax, is_suspect);
-    if (!is_more) return;
-    order = next;
   }
 }
 
