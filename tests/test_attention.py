@@ -19,6 +19,7 @@ import cuflash
 from cuflash.arrays import library_named
 
 BACK_ENDS = ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)]
+SHORT = ("float16", "bfloat16")  # what a faster family than simt may take
 RUNNABLE = [
     case
     for case in CASES
@@ -40,6 +41,13 @@ def poison(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> I
 
     monkeypatch.setattr(library, "empty", filled)
     yield
+
+
+@pytest.fixture
+def simt() -> Iterator[None]:
+    """The family that takes everything, where another would be chosen."""
+    with cuflash.using(family="simt"):
+        yield
 
 
 def module_of(back_end: str) -> Any:
@@ -93,11 +101,59 @@ def test_case(case: Case, back_end: str) -> None:
     judge(case, inputs, run(case, inputs, back_end))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("back_end", ["cupy"])
+@pytest.mark.parametrize(
+    "case", [c for c in RUNNABLE if c.dtype in SHORT], ids=lambda case: f"{case.id}-{case.scale}"
+)
+def test_short_case_by_simt(case: Case, back_end: str, simt: None) -> None:
+    inputs = case.inputs()
+    judge(case, inputs, run(case, inputs, back_end))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("back_end", ["cupy"])
+@pytest.mark.parametrize("score", ["table", "chain-sink"])
+@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask != "none"])
+def test_pair_of_mask_and_score(mask: str, score: str, back_end: str) -> None:
+    """ "chain-sink" is a softcap, a bias, slopes, numbers by distance and a sink at once."""
+    dims = {"head_dim": 64, "head_dim_v": 64, "seqlen_q": 150, "seqlen_k": 150}
+    case = Case(mask=mask, score=score, dtype="bfloat16", **dims)
+    inputs = case.inputs()
+    judge(case, inputs, run(case, inputs, back_end))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("back_end", ["cupy"])
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("mask", ["none", "causal", "window", "documents", "by-head"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)], ids=str)
+def test_many_owned_tiles(dims: tuple[int, int], mask: str, dtype: str, back_end: str) -> None:
+    """More tiles than blocks stay on the GPU, several key tiles each, so that turns are taken."""
+    sizes = {"batch": 3, "heads_q": 16, "heads_k": 4, "seqlen_q": 700, "seqlen_k": 777}
+    case = Case(dtype=dtype, mask=mask, head_dim=dims[0], head_dim_v=dims[1], **sizes)
+    inputs = case.inputs()
+    q, k, v = (module_of(back_end).asarray(inputs[n].astype(numpy_dtype(dtype))) for n in "qkv")
+    options = case.options(module_of(back_end).asarray)
+    o, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    with cuflash.using(family="simt"):
+        want, lse_want = cuflash.attention(q, k, v, return_lse=True, **options)
+    close("lse", to_numpy(lse), to_numpy(lse_want), 1e-4)
+    spread = 3e-2 if dtype == "bfloat16" else 4e-3
+    close("o", to_numpy(o).astype(float), to_numpy(want).astype(float), spread)
+    for _ in range(100):
+        again, lse_again = cuflash.attention(q, k, v, return_lse=True, **options)
+        assert (again == o).all() and (lse_again == lse).all()
+
+
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("mask", ["causal", "documents", "array-keys", "array-empty-rows"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e38])
-def test_what_masked_pairs_hold_reaches_nothing(mask: str, value: float, back_end: str) -> None:
-    case = Case(mask=mask, seqlen_q=100, seqlen_k=131)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_masked_pairs_hold_reaches_nothing(
+    dtype: str, mask: str, value: float, back_end: str
+) -> None:
+    case = Case(dtype=dtype, mask=mask, seqlen_q=100, seqlen_k=131)
     inputs = case.inputs()
     allowed = case.allowed()
     seen = allowed.any(axis=2).reshape(2, 2, 2, 131).any(axis=2)  # of each key of each key head
@@ -124,9 +180,10 @@ def test_what_masked_pairs_hold_reaches_nothing(mask: str, value: float, back_en
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_nan_in_an_attended_pair_is_seen(name: str, back_end: str) -> None:
-    case = Case(mask="window")
+def test_a_nan_in_an_attended_pair_is_seen(name: str, dtype: str, back_end: str) -> None:
+    case = Case(mask="window", dtype=dtype)
     inputs = case.inputs()
     inputs[name][0, 50, 0] = np.nan
     found = run(case, inputs, back_end)
@@ -267,8 +324,9 @@ def test_vjp_and_gradients(back_end: str) -> None:
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
 @pytest.mark.parametrize("mask", list(MASKS))
-def test_repeats_are_bit_equal(mask: str, back_end: str) -> None:
-    case = Case(mask=mask, dtype="float32")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_repeats_are_bit_equal(dtype: str, mask: str, back_end: str) -> None:
+    case = Case(mask=mask, dtype=dtype)
     inputs = case.inputs()
     first = run(case, inputs, back_end)
     for _ in range(3):

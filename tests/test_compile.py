@@ -5,6 +5,7 @@ Threads compile side by side: NVRTC works in parallel. Run with `-rP` to see wha
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from cases import Case
 from test_kernels_cpu import problem_of
 
-from cuflash import plan, simt
+from cuflash import plan, simt, sm90
 from cuflash.config import Config, shared_limit_of
 from cuflash.errors import Unsupported
 from cuflash.gpu import launch, schedule, source
@@ -34,7 +35,9 @@ def compile_all(
 ) -> dict[tuple[str, int], dict[str, nvrtc.Usage]]:
     """(name, arch, text) each -> registers, stack and spills of its kernels; prints them."""
     with ThreadPoolExecutor(2) as pool:
-        used = pool.map(lambda each: nvrtc.compile_text(each[2], each[1], source.OPTIONS), texts)
+        used = pool.map(
+            lambda each: nvrtc.compile_text(each[2], each[1], options_of(each[2])), texts
+        )
         results = {(name, arch): usage for (name, arch, _), usage in zip(texts, used)}
     for (name, arch), kernels in results.items():
         for kernel, usage in kernels.items():
@@ -42,10 +45,15 @@ def compile_all(
     return results
 
 
+def options_of(text: str) -> tuple[str, ...]:
+    """Options of the compiler; a text with wgmma is for sm_90a."""
+    return (*source.OPTIONS, "-arch=sm_90a") if "wgmma" in text else source.OPTIONS
+
+
 def named(config: Config) -> str:
     return (
-        f"{config.kernel} {config.dtype} d {config.head_dim} tile {config.block_q}x{config.block_k}"
-        f" shared {config.shared_bytes}"
+        f"{config.kernel} {config.family} {config.dtype} d {config.head_dim} "
+        f"tile {config.block_q}x{config.block_k} shared {config.shared_bytes}"
     )
 
 
@@ -55,7 +63,7 @@ def test_every_row_compiles(arch: int) -> None:
     turn = ARCHS.index(arch)
     by_row: dict[tuple, list[Config]] = {}
     for config in plan.configs_for(arch):
-        row = (config.kernel, config.dtype == "float64", config.head_dim)
+        row = (named(replace(config, dtype="")), config.dtype == "float64")
         by_row.setdefault(row, []).append(config)
     configs = [row[(turn + at) % len(row)] for at, row in enumerate(by_row.values())]
     results = compile_all([(named(config), arch, source.text(config)) for config in configs])
@@ -111,6 +119,35 @@ def test_with_everything(arch: int) -> None:
         assert set(kernels) == set(schedule.kernels(config, text, problem.deterministic))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+def test_tensor_core_tiles_do_not_spill(mask: str, head_dim: int) -> None:
+    """Of a warp that computes nothing; the one that loads keeps a few numbers of an owned tile."""
+    texts = []
+    for seqlen_k in (300, 10_000):
+        sizes = {"seqlen_q": 2, "seqlen_k": seqlen_k, "batch": 1, "heads_q": 1, "heads_k": 1}
+        dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+        case = Case(mask=mask, dtype="bfloat16", **dims, **sizes)
+        problem = problem_of(case, case.inputs())
+        config = sm90.sm90_config(problem)
+        texts.append((f"{seqlen_k}", 90, source.text(config, launch.call_text(problem))))
+    for kernels in compile_all(texts).values():
+        assert kernels["forward"].spills <= 200 and kernels["forward"].registers <= 168
+
+
+@pytest.mark.parametrize("score", ["softcap", "alibi", "bias", "chain-sink"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_tensor_cores_with_scores(score: str, head_dim: int) -> None:
+    dims = {"head_dim": head_dim, "head_dim_v": head_dim}
+    case = Case(mask="local-global", score=score, dtype="float16", **dims)
+    problem = problem_of(case, case.inputs())
+    text, config = launch.call_text(problem), sm90.sm90_config(problem)
+    parts = schedule.parts(config, text, False)
+    texts = [(part, 90, source.text(config, text, False, (part,))) for part in parts]
+    for (part, _), kernels in compile_all(texts).items():
+        assert set(kernels) == set(parts[part])
+
+
 def test_a_wrong_text_names_its_file_and_line() -> None:
     config = simt.simt_config("forward", "float32", 8, 8, shared_limit_of(90))
     text = source.text(config).replace("probe = first_probe(p);", "probe = nought;")
@@ -123,6 +160,19 @@ def test_what_has_no_kernel_says_why() -> None:
         simt.simt_config("forward", "float16", 513, 64, 1 << 20)
     with pytest.raises(Unsupported, match=r"bytes of shared memory a block, this GPU has 16384"):
         simt.simt_config("forward", "float64", 64, 64, 16384)
+    problem = problem_of(Case(), Case().inputs())
+    with pytest.raises(Unsupported, match=r"sm90: for float16 and bfloat16, q is float32"):
+        plan.choose(problem, "forward", 90, family="sm90")
+    short = Case(dtype="float16", head_dim=20)
+    problem = problem_of(short, short.inputs())
+    for arch, is_readable, why in ((86, True, r"8\.6"), (90, True, "multiples of 8, got 20")):
+        assert re.search(
+            why, plan.choose(problem, "forward", arch, None, None, is_readable).reasons[0]
+        )
+    problem = replace(problem, head_dim=24, head_dim_v=24)
+    assert "in place" in plan.choose(problem, "forward", 90, None, None, False).reasons[0]
+    assert plan.choose(problem, "forward", 90).config.family == "sm90"
+    assert plan.choose(problem, "forward", 90, family="simt").config.family == "simt"
     case = Case()
     with pytest.raises(Unsupported, match=r"7\.5 or newer, this GPU has 7\.0"):
         plan.choose(problem_of(case, case.inputs()), "forward", 70)
