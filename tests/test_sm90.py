@@ -29,10 +29,9 @@ def ends_of(problem: Any, b: int, row: int) -> tuple[int, int] | None:
     if needed is None:
         return None
     env = {"b": b, "h": 0, "q": row + problem.q_offset, "row": row}
-    arrays = [captured.array for captured in mask.arrays]
-    values = iter(
-        [int(Expression(node).evaluate(env, _arrays(node, mask, arrays))) for node in needed]
-    )
+    parts = [Expression(node) for node in needed]
+    loaded = [[mask.arrays[mask.slot(each)].array for each in part.arrays] for part in parts]
+    values = iter([int(part.evaluate(env, arrays)) for part, arrays in zip(parts, loaded)])
     ends = row_ends(mask.root, lambda node: str(next(values)))
     assert ends is not None
     first = -(1 << 62) if ends.first is None else python(ends.first)
