@@ -125,13 +125,21 @@ class Judge:
         for name, got in gradients.items():
             if name == "sink":
                 want = self.oracle["dsink"]
-                close(name, got, want, self.limit("dsink") + stored * np.max(np.abs(want)))
+                limit = self.limit("dsink") + self._of_delta() + stored * np.max(np.abs(want))
+                close(name, got, want, limit)
                 continue
             want, squares, sizes = wanted[name]
             summed = (1e-12 if self.dtype == "float64" else 4e-6) * sizes
             limit = 4 * np.max(self.limit("ds")) * np.sqrt(squares) + summed
             least = 6e-8 if self.scored.dtype == "float16" else 0  # its smallest step
             close(name, got, want, limit + stored * np.abs(want) + least)
+
+    def _of_delta(self) -> np.ndarray:
+        """4 sigma of dsink for what o's rounding does to delta, a limit of o being 8 sigma."""
+        weights = np.exp(self.sink[:, None] - self.oracle["lse"])  # (batch, heads, seqlen_q)
+        sizes = np.square(self.inputs["do"].astype(float)).sum(axis=3).transpose(0, 2, 1)
+        spread = np.sqrt((np.square(weights) * sizes).sum(axis=(0, 2)))
+        return self.limit("o") / 2 * spread
 
     def limit(self, name: str) -> np.ndarray | float:
         """The largest error that a result may have."""

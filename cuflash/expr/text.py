@@ -164,25 +164,20 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
 
 
 def _interval(mask: Expression, printer: Printer) -> list[str]:
-    needed = row_interval(mask.root)
-    head = [
+    lines, texts = printer.body(row_interval(mask.root) or [])
+    names = iter(texts)
+    ends = row_ends(mask.root, lambda node: next(names, ""))
+    is_interval, has_first = ends is not None, ends is not None and ends.first is not None
+    parts = [
+        f"constexpr bool MASK_IS_INTERVAL = {str(is_interval).lower()};",
+        f"constexpr bool INTERVAL_HAS_FIRST = {str(has_first).lower()};",
         "__device__ __forceinline__ void mask_interval(const Params& p, int b, int h,",
         "    long long row_at, long long& from, long long& to) {",
     ]
-    if needed is None:
-        flags = "constexpr bool MASK_IS_INTERVAL = false, INTERVAL_HAS_FIRST = false;"
-        return [flags, *head, "}"]
-    lines, texts = printer.body(needed)
-    names = iter(texts)
-    ends = row_ends(mask.root, lambda node: next(names))
-    assert ends is not None
-    has_first = str(ends.first is not None).lower()
-    return [
-        f"constexpr bool MASK_IS_INTERVAL = true, INTERVAL_HAS_FIRST = {has_first};",
-        *head, *logical_indices("row_at", "0"), *lines,
-        *([f"  from = {ends.first};"] if ends.first else []),
-        *([f"  to = {ends.end};"] if ends.end else []), "}",
-    ]  # fmt: skip
+    if ends is None:
+        return [*parts, "}"]
+    assigned = [f"  {name} = {end};" for name, end in zip(("from", "to"), ends) if end is not None]
+    return [*parts, *logical_indices("row_at", "0"), *lines, *assigned, "}"]
 
 
 def _score(score: Expression, printer: Printer) -> list[str]:
