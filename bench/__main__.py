@@ -11,7 +11,7 @@ from pathlib import Path
 # JAX would take most of the GPU's memory when it is first used; the others need some too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from . import attention, cases, machine, masks, memory, report
+from . import attention, cases, grid, machine, masks, memory, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("attention", "masks", "memory", "simt"),
+        choices=("attention", "grid", "masks", "memory", "simt"),
         default="attention",
-        help="attention: against rivals; masks: time against tiles left; memory: peak against "
-        "explain; simt: the float32 cell",
+        help="attention: against rivals; grid: 42 cells against the best rivals; masks: time "
+        "against tiles left; memory: peak against explain; simt: the float32 cell",
     )
     parser.add_argument("--quick", action="store_true", help="a few cases, no FlexAttention")
     parser.add_argument("--case", help="only cases whose name holds this (or a glob)")
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", default="", help="hold cuflash to one kernel family")
     parser.add_argument("--seconds", type=float, default=540, help="start no case after this long")
     parser.add_argument("--results", type=Path, default=report.RESULTS, help="folder of results")
+    parser.add_argument("--part", choices=attention.PASSES, default="forward", help="of the grid")
     parser.add_argument("--longest", type=int, help="memory: longest sequence, in tokens")
     options = parser.parse_args(arguments)
 
@@ -40,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return memory.run(here, options.longest, options.results)
     if options.what == "masks":
         return masks.run(here, options.results)
+    if options.what == "grid":
+        settings = attention.Settings(family=options.family, seconds=options.seconds)
+        return grid.run(here, options.part, settings, options.results)
     table = cases.GPU if here.kind == "cuda" else cases.CPU
     rivals = None if options.rivals is None else options.rivals.split(",")
     settings = attention.Settings(rivals, options.family, options.seconds, quick=options.quick)

@@ -32,6 +32,7 @@ class Settings:
     seconds: float = 540.0  # no new case after this long
     case_seconds: float = 1.5  # timed work of a pass of a case
     quick: bool = False
+    parts: tuple[str, ...] = PASSES
     started: float = field(default_factory=time.monotonic)
 
 
@@ -78,16 +79,16 @@ def measure(machine: Machine, case: Case, settings: Settings) -> list[Row]:
     sizes = [arrays[name].nbytes for name in ("q", "q", "k", "v")]
 
     rows: list[Row] = []
-    alive: dict[str, dict[str, baselines.Contender]] = {name: {} for name in PASSES}
+    alive: dict[str, dict[str, baselines.Contender]] = {name: {} for name in settings.parts}
     for name in baselines.installed(machine, settings.rivals, settings.quick):
         try:
             with _family(settings, name):
                 machine.poison(sizes)
                 contender = baselines.ALL[name](machine, case, arrays)
         except Exception as reason:
-            rows += [_skipped(case, part, name, reason) for part in PASSES]
+            rows += [_skipped(case, part, name, reason) for part in settings.parts]
             continue
-        for part in PASSES:
+        for part in settings.parts:
             row: Row = {"case": case.name, "pass": part, "contender": name}
             try:
                 with _family(settings, name):
@@ -101,7 +102,7 @@ def measure(machine: Machine, case: Case, settings: Settings) -> list[Row]:
                 row["host_clock"] = contender.wait is not None and machine.kind == "cuda"
                 alive[part][name] = contender
             rows.append(row)
-    for part in PASSES:
+    for part in settings.parts:
         times = race(machine, alive[part], part, settings)
         for row in rows:
             if row["pass"] == part and row["contender"] in times:

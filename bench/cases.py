@@ -79,15 +79,22 @@ class Case:
         return self.head_dim * size * (2 * query + 2 * key) + lse
 
 
-def _table() -> list[Case]:
-    """bf16 over head dim, length and mask, then float16, float32 and float64, and a window."""
+def _grid(heads: tuple[tuple[int, int, int], ...], lengths: tuple[int, ...]) -> list[Case]:
+    """bf16 over head dim, length and mask, 16384 tokens a batch."""
     cases = []
-    for head_dim, heads_q, heads_k in ((128, 16, 16), (64, 32, 32), (256, 8, 8), (128, 32, 8)):
-        for seqlen in (1024, 4096, 16384):
+    for head_dim, heads_q, heads_k in heads:
+        for seqlen in lengths:
             for causal in (False, True):
                 quick = (head_dim, heads_k, seqlen) in ((128, 16, 4096), (64, 32, 4096))
                 sizes = (16384 // seqlen, heads_q, heads_k, seqlen, seqlen, head_dim)
                 cases.append(Case(*sizes, "bfloat16", causal, quick=quick))
+    return cases
+
+
+def _table() -> list[Case]:
+    """bf16 over head dim, length and mask, then float16, float32 and float64, and a window."""
+    heads = ((128, 16, 16), (64, 32, 32), (256, 8, 8), (128, 32, 8))
+    cases = _grid(heads, (1024, 4096, 16384))
     cases += [
         Case(4, 16, 16, 4096, 4096, 128, "float16"),
         Case(1, 16, 16, 4096, 4096, 64, "float32", quick=True),
@@ -99,6 +106,9 @@ def _table() -> list[Case]:
 
 
 GPU = _table()
+GRID = _grid(
+    ((64, 32, 32), (128, 16, 16), (256, 8, 8)), (512, 1024, 2048, 4096, 8192, 16384)
+) + _grid(((128, 32, 8),), (2048, 4096, 16384))
 SIMT = [Case(1, 16, 16, 4096, 4096, 64, "float32")]
 CPU = [
     Case(1, 2, 2, 1024, 1024, 64, "float32", quick=True),

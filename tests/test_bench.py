@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import attention, baselines, cases, check, machine, memory, report
+from bench import attention, baselines, cases, check, grid, machine, memory, report
 
 SMALL = cases.Case(1, 4, 2, 192, 256, 32, "float32", causal=True)
 
@@ -124,3 +124,17 @@ def test_memory_exponent():
     rows = [{"tokens": n, "pass": "forward", "beyond": 3 * n**2} for n in (1024, 2048, 8192)]
     assert memory.exponent(rows, "forward") == pytest.approx(2.0)
     assert memory.lengths(131072) == [1024 * 2**i for i in range(8)]
+
+
+def test_grid_compares_every_cell_with_the_best_rival():
+    rows = [
+        {"case": case.name, "contender": name, "tflops": rate}
+        for case in cases.GRID
+        for name, rate in (("cuflash", 600.0), ("torch CUDNN", 500.0), ("torch FLASH", 300.0))
+    ]
+    lines = grid.page({"machine": "a GPU"}, "forward", rows)
+    cell = next(line for line in lines if "d256 h8 b1 s16384 causal" in line)
+    assert cell.endswith("| 500 | 300 | 600 | 1.200 | 1.309 | 0.917 |")
+    assert len([line for line in lines if "geometric mean" in line]) == 3
+    for part in ("forward", "backward"):
+        assert all(1 <= grid.bar_of(part, case) < 1.4 for case in cases.GRID)
