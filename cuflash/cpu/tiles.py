@@ -76,7 +76,8 @@ class Call:
         problem = self.problem
         rows = self.group * max((s.stop - s.start for s in self.tiles_q), default=1)
         columns = max((s.stop - s.start for s in self.tiles_k), default=1)
-        count = min(TILE_PAIRS // max(rows * columns, 1), SLAB_ROWS // max(rows, columns) // 8)
+        pairs = TILE_PAIRS if self.score is None else 2 * TILE_PAIRS  # heads share its indices
+        count = min(pairs // max(rows * columns, 1), SLAB_ROWS // max(rows, columns) // 8)
         if rows_limit is not None:
             count = min(count, rows_limit // max(self.group * problem.seqlen_q, 1))
         count = 1 if self.by_head else max(count, 1)

@@ -172,7 +172,7 @@ class TileMask:
         row = np.arange(rows.start, rows.stop, dtype=self._index)[:, None]
         column = np.arange(columns.start, columns.stop, dtype=self._index)[None, :]
         env = {"b": b, "h": h, "row": row, "column": column, "q": row + self._offset, "k": column}
-        value = self._expression.evaluate(env, self._arrays)
+        value = self._expression.evaluate(env, self._arrays, self._index)
         return np.broadcast_to(value, (row.size, column.size))
 
     def _tile_ends(self, side: str) -> tuple[np.ndarray, np.ndarray]:

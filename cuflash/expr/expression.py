@@ -114,9 +114,11 @@ class Expression:
         loads = (node.value for node in self.nodes if node.op == "load")
         return {id(captured): arrays[self.slot(captured)] for captured in loads}
 
-    def evaluate(self, env: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    def evaluate(
+        self, env: Mapping[str, Any], arrays: Sequence[np.ndarray], integer: Any = np.int64
+    ) -> np.ndarray:
         """Values on NumPy: `env` gives each variable an integer or an array; all broadcast."""
-        return evaluate(self.nodes, env, self.leaves(arrays))[-1]
+        return evaluate(self.nodes, env, self.leaves(arrays), integer=integer)[-1]
 
     def survey(self, ranges: Ranges) -> int:
         """Bits (32 or 64) that the integers of the expression need.
@@ -169,9 +171,10 @@ def substitute(root: Node, by: Mapping[str, Node]) -> Node:
 
 def evaluate(
     nodes: Sequence[Node], env: Mapping[str, Any], arrays: Mapping[int, np.ndarray],
-    real: Any = np.float64,
+    real: Any = np.float64, integer: Any = np.int64,
 ) -> list[Any]:  # fmt: skip
-    """Values of `ordered` nodes; `arrays` by the id of their `Captured`, reals of dtype `real`."""
+    """Values of `ordered` nodes; `arrays` by the id of their `Captured`, which are read as values
+    of dtype `real` or `integer`."""
     values: dict[int, Any] = {}
     for node in nodes:
         args = [values[id(arg)] for arg in node.args]
@@ -180,7 +183,7 @@ def evaluate(
         elif node.op == "number":
             value = node.value
         elif node.op == "load":
-            value = _gather(arrays[id(node.value)], args, node.kind, real)
+            value = _gather(arrays[id(node.value)], args, node.kind, real, integer)
         elif node.op == "box":
             value = node.value.on_numpy(args, arrays)
         elif node.op == "real":
@@ -192,9 +195,23 @@ def evaluate(
     return [values[id(node)] for node in nodes]
 
 
-def _gather(array: np.ndarray, index: Sequence[Any], kind: str, real: Any) -> np.ndarray:
-    value = np.asarray(array[tuple(index)])
-    return value if kind == "bool" else value.astype(np.int64 if kind == "int" else real)
+def _gather(
+    array: np.ndarray, index: Sequence[Any], kind: str, real: Any, integer: Any
+) -> np.ndarray:
+    if array.ndim > 1 and array.flags.c_contiguous:
+        value = np.take(array, flat_index(index, array.shape))
+    else:
+        value = np.asarray(array[tuple(index)])
+    return value if kind == "bool" else value.astype(integer if kind == "int" else real, copy=False)
+
+
+def flat_index(index: Sequence[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """Where an element lies in C order; leading indices, such as a head, broadcast last."""
+    flat, stride = np.asarray(index[-1], np.intp), shape[-1]
+    for at, size in zip(index[-2::-1], shape[-2::-1], strict=True):
+        flat = np.asarray(at, np.intp) * stride + flat
+        stride *= size
+    return flat
 
 
 def text(node: Node) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.expr.derivative import derivatives, param_loads
-from cuflash.expr.expression import Expression, evaluate, ordered
+from cuflash.expr.expression import Expression, evaluate, flat_index, ordered
 from cuflash.expr.nodes import Node, variable
 
 STORAGE = ("b", "h", "row", "column")
@@ -32,7 +32,10 @@ class TileScore:
     def __init__(self, expression: Expression, arrays: Sequence[np.ndarray], problem: Any) -> None:
         self._leaves = expression.leaves(arrays)
         self._offset = problem.q_offset
-        self._real = np.dtype(problem.accumulation).type
+        self._types = (
+            np.dtype(problem.accumulation).type,
+            np.int32 if getattr(problem, "index_bits", 64) == 32 else np.int64,
+        )
         self._root = expression.root
         self._forward = expression.nodes
         self._loads = param_loads(expression.root)
@@ -46,7 +49,7 @@ class TileScore:
     def apply(self, b: int, heads: slice, rows: slice, columns: slice, x: np.ndarray) -> np.ndarray:
         """s of a tile of x, in the accumulation type."""
         env = self._env(b, heads, rows, columns, x)
-        value = evaluate(self._forward, env, self._leaves, self._real)[-1]
+        value = evaluate(self._forward, env, self._leaves, *self._types)[-1]
         return np.broadcast_to(np.asarray(value, x.dtype), x.shape)
 
     def backward(
@@ -55,7 +58,7 @@ class TileScore:
     ) -> np.ndarray:  # fmt: skip
         """dx of a tile from its ds, which is 0 where a pair is masked; `add`s to `gradients`."""
         env = self._env(b, heads, rows, columns, x)
-        computed = evaluate(self._backward, env, self._leaves, self._real)
+        computed = evaluate(self._backward, env, self._leaves, *self._types)
         values = dict(zip(map(id, self._backward), computed, strict=True))
         live = ds != 0  # the derivative of a masked pair may be NaN
         params = zip(self._loads, self._partials, self._targets, strict=True)
@@ -67,9 +70,10 @@ class TileScore:
     def _env(
         self, b: int, heads: slice, rows: slice, columns: slice, x: np.ndarray
     ) -> dict[str, Any]:
-        row = np.arange(rows.start, rows.stop)[:, None]
-        column = np.arange(columns.start, columns.stop)[None, :]
-        head = np.arange(heads.start, heads.stop)[:, None, None]
+        integer = self._types[1]
+        row = np.arange(rows.start, rows.stop, dtype=integer)[:, None]
+        column = np.arange(columns.start, columns.stop, dtype=integer)[None, :]
+        head = np.arange(heads.start, heads.stop, dtype=integer)[:, None, None]
         logical = {"q": row + self._offset, "k": column}
         return {"x": x, "b": b, "h": head, "row": row, "column": column, **logical}
 
@@ -83,11 +87,11 @@ def _add(
     elif all(_is_storage(node) for node in load.args):
         _add_block(target, load, part, env)
     else:
-        flat = np.broadcast_to(np.ravel_multi_index(np.broadcast_arrays(*index), target.shape),
-                               part.shape)  # fmt: skip
+        flat = flat_index(index, target.shape)
         low = int(flat.min(initial=0))
         count = int(flat.max(initial=0)) + 1 - low
-        sums = np.bincount((flat - low).ravel(), part.ravel().astype(np.float64), count)
+        flat = np.broadcast_to(flat - low, part.shape)
+        sums = np.bincount(flat.ravel(), part.ravel().astype(np.float64), count)
         target.reshape(-1)[low : low + count] += sums
 
 
