@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from cuflash import repeat
 from cuflash.call import Call
 from cuflash.expr.nodes import Param
 from cuflash.report import Explanation, report
@@ -119,7 +120,7 @@ def attention(
         "softcap": softcap, "sink": sink, "scale": scale, "positions": positions,
         "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
-    results = Call(q, k, v, options).run(False, return_lse)
+    results, _ = repeat.run({"q": q, "k": k, "v": v}, options, False, return_lse)
     return (results[0], results[1]) if return_lse else results[0]
 
 
@@ -177,10 +178,11 @@ def attention_backward(
         "softcap": softcap, "sink": sink, "scale": scale, "positions": positions,
         "layout": layout, "deterministic": deterministic,
     }  # fmt: skip
-    call = Call(q, k, v, options, more={"do": do, "o": o, "lse": lse, "dlse": dlse})
-    step = call.step(True, dlse is not None)
-    dq, dk, dv, *rest = call.run(True, dlse is not None)
-    return Gradients(dq, dk, dv, dict(zip(step.params, rest, strict=True)), bias, sink)
+    given = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse}
+    if dlse is not None:
+        given["dlse"] = dlse
+    (dq, dk, dv, *rest), params = repeat.run(given, options, True, dlse is not None)
+    return Gradients(dq, dk, dv, dict(zip(params, rest, strict=True)), bias, sink)
 
 
 def attention_vjp(

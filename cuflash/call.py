@@ -130,7 +130,7 @@ def _prepare(views: dict[str, View], options: dict[str, Any]) -> Prepared:
     kept = objects[0].prepared if objects else _plain
     key = (
         tuple((view.shape, view.dtype) for view in inputs),
-        *((name, value, _kinds(value)) for name, value in options.items()),
+        *((name, value, kinds(value)) for name, value in options.items()),
     )
     try:
         prepared = kept.get(key)
@@ -143,7 +143,7 @@ def _prepare(views: dict[str, View], options: dict[str, Any]) -> Prepared:
     return prepared
 
 
-def _kinds(value: Any) -> Any:
+def kinds(value: Any) -> Any:
     """The types in an option: True and 1 are equal, but not the same option."""
     return tuple(map(type, value)) if isinstance(value, tuple) else type(value)
 
@@ -207,7 +207,7 @@ class Pass:
         """What the kernels need beside; always written before it is read."""
         if device.kind == "cpu":
             return []
-        return self._launch(device).workspaces
+        return self.launch(device).workspaces
 
     def workspaces(self, device: arrays.Device) -> list[tuple[tuple[int, ...], str]]:
         """Shape and dtype of each workspace, for libraries that allocate outputs and these."""
@@ -216,27 +216,33 @@ class Pass:
     def __call__(self, inputs: Sequence[View], outputs: Sequence[View], stream: int) -> None:
         """Run on views: q, k, v [, do, o, lse, dlse], captured arrays; outputs, workspaces."""
         device = inputs[0].device
-        made = [name for name, *_ in (*self.outputs, *self.named_workspaces(device))]
-        views = {
-            name: self._four_axes(name, view)
-            for name, view in (*zip(self._inputs, inputs), *zip(made, outputs))
-        }
+        views = self.named(inputs, outputs, device)
         captured = inputs[len(self._inputs) :]
         if device.kind == "cpu":
             self._run_on_host(views, captured)
         else:
-            self._launch(device)(views, captured, stream)
+            self.launch(device)(views, captured, stream)
+
+    def named(
+        self, inputs: Sequence[View], outputs: Sequence[View], device: arrays.Device
+    ) -> dict[str, View]:
+        """The views by name, in four axes."""
+        made = [name for name, *_ in (*self.outputs, *self.named_workspaces(device))]
+        return {
+            name: self._four_axes(name, view)
+            for name, view in (*zip(self._inputs, inputs), *zip(made, outputs))
+        }
 
     def prepare(self, device: arrays.Device) -> None:
         """Compile and load the kernels of a GPU, so that a call does not wait for them."""
-        self._launch(device).prepare()
+        self.launch(device).prepare()
 
     def describe(self, device: arrays.Device) -> tuple[str, tuple[int, int], tuple[str, ...]]:
         """For `explain`: the kernel's name, its tile (block_q, block_k), why no faster family."""
-        name, tile, reasons = self._launch(device).describe()
+        name, tile, reasons = self.launch(device).describe()
         return f"{name} on {device}", tile, reasons
 
-    def _launch(self, device: arrays.Device) -> Any:
+    def launch(self, device: arrays.Device) -> Any:
         """The launch of this pass on a device with the family in force, prepared once."""
         key = device, family.forced()
         if key not in self._launches:

@@ -37,7 +37,7 @@ struct Partial {
     return ((State*)(start + C::BLOCK_Q * C::HEAD_DIM_V))[own];
   }
 };
-static_assert(C::PARTIAL_NUMBERS == C::BLOCK_Q * (C::HEAD_DIM_V + 2), "as cuflash/plan.py says");
+static_assert(C::PARTIAL_NUMBERS == C::BLOCK_Q * (C::HEAD_DIM_V + 2), "as cuflash/config.py says");
 
 // One row by the definition: lse first, then o with normalised weights. By a warp.
 __device__ COLD void careful_forward(

@@ -25,6 +25,7 @@ __all__ = [
     "capture",
     "device",
     "is_tracer",
+    "known",
     "library_named",
     "library_of",
     "numpy_dtype",
@@ -75,6 +76,11 @@ def _recognise(array: Any, argument: str) -> Library:
         f"{argument} must be an array of NumPy, CuPy, PyTorch, JAX or a library with __dlpack__, "
         f"got {kind.__module__}.{kind.__qualname__}; numpy.asarray makes one of lists and numbers"
     )
+
+
+def known(array: Any) -> Library | None:
+    """The library of an array, None if none of its type has been met."""
+    return _known.get(type(array))
 
 
 def is_tracer(array: Any) -> bool:

@@ -100,6 +100,17 @@ class Library:
         """The array as the kernels see it, without a copy wherever that is possible."""
         raise NotImplementedError
 
+    def signature(self, array: Any) -> Any:
+        """What tells arrays on a GPU apart beside their address; None: look at it anew each time.
+
+        Hashable. Equal ones have equal views but for the address, whose last 4 bits count.
+        """
+        return None
+
+    def pointer(self, array: Any) -> int:
+        """The address of an array that has a signature."""
+        raise NotImplementedError
+
     def stream(self, device: Device) -> int:
         """Raw pointer of the caller's current stream on this device; 0 on the CPU."""
         raise NotImplementedError

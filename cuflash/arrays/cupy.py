@@ -91,6 +91,16 @@ class CuPy(Library):
         strides = settle(shape, tuple([step // size for step in steps]))
         return View(data.ptr, shape, strides, dtype, device("cuda", data.device_id), None, array)
 
+    def signature(self, array: Any) -> Any:
+        data = array.data
+        pointer = data.ptr
+        if type(array) is not self._cupy.ndarray or not pointer:
+            return None
+        return array.shape, array.strides, array.dtype, data.device_id, pointer & 15
+
+    def pointer(self, array: Any) -> int:
+        return array.data.ptr
+
     def stream(self, device: Device) -> int:
         return self._cupy.cuda.get_current_stream(device.index).ptr
 

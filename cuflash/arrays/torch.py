@@ -57,6 +57,16 @@ class Torch(Library):
         host = self._numpy(array) if place is CPU else None
         return View(pointer, shape, strides, dtype, place, host, array)
 
+    def signature(self, array: Any) -> Any:
+        index = array.get_device()
+        if index < 0 or type(array) is not self._torch.Tensor or array.is_neg():
+            return None
+        pointer = array.data_ptr()
+        return pointer and (array.shape, array.stride(), array.dtype, index, pointer & 15)
+
+    def pointer(self, array: Any) -> int:
+        return array.data_ptr()
+
     def stream(self, device: Device) -> int:
         if device.kind == "cpu":
             return 0

@@ -67,16 +67,34 @@ class Launch:
         captured : the arrays of `problem.captured`, on the device
         stream : raw pointer of the stream to launch on
         """
+        self.launch(self.params(views, captured), stream)
+
+    def params(self, views: Mapping[str, View], captured: Sequence[View]) -> bytes:
+        """The argument of the kernels."""
+        words: Sequence[int] = ()
+        if self._text is not None:
+            tables = views.get("tables")
+            pointer = 0 if tables is None else tables.pointer
+            words = self._text.pack(self._problem, captured, pointer, _gradients(views))
+        return self.maps(views) + pack(self._problem, views, words)
+
+    def maps(self, views: Mapping[str, View]) -> bytes:
+        """What stands at the head of the sm90 family's argument: the tensor maps of q, k, v."""
+        config = self._plan.config
+        if config.family != "sm90":
+            return b""
+        return (
+            tensor_map.encode(views["q"], config.block_q)
+            + tensor_map.encode(views["k"], config.block_k)
+            + tensor_map.encode(views["v"], config.block_k)
+        )
+
+    def launch(self, params: bytes | bytearray, stream: int) -> None:
+        """Launch the kernels with this argument."""
         with on_device(self._device):
             if self._launches is None:
                 _refuse_capture(stream)
                 self._launches = self._load()
-            words: Sequence[int] = ()
-            if self._text is not None:
-                tables = views.get("tables")
-                pointer = 0 if tables is None else tables.pointer
-                words = self._text.pack(self._problem, captured, pointer, _gradients(views))
-            params = maps(self._plan.config, views) + pack(self._problem, views, words)
             block = _block()
             block.bytes[: len(params)] = params
             on = _Stream(stream)
@@ -145,21 +163,25 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
         values.append(0 if view is None else view.shape[0] if name == "slots" else view.pointer)
     values += (
         problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k,
-        problem.q_offset, schedule.heads_at_a_time(problem), next(_numbers), problem.scale,
+        problem.q_offset, schedule.heads_at_a_time(problem), next_number(), problem.scale,
     )  # fmt: skip
     values += words or (0,)
     return _layout(len(words) or 1).pack(*values)
 
 
-def maps(config: Config, views: Mapping[str, View]) -> bytes:
-    """What stands before the parameter block of the sm90 family: the tensor maps of q, k, v."""
-    if config.family != "sm90":
-        return b""
-    return (
-        tensor_map.encode(views["q"], config.block_q)
-        + tensor_map.encode(views["k"], config.block_k)
-        + tensor_map.encode(views["v"], config.block_k)
-    )
+def offset_of(name: str) -> int:
+    """Bytes of the parameter block, without maps, before the address of a view or a field."""
+    offset = 0
+    for field in FIELDS:
+        if field == name:
+            return 8 * offset
+        offset += len(_ABSENT.get(field, "."))
+    raise KeyError(name)
+
+
+def next_number() -> int:
+    """A number that no other launch has."""
+    return next(_numbers)
 
 
 def _gradients(views: Mapping[str, View]) -> list[int]:

@@ -150,7 +150,8 @@ def workspaces(
     specs: list[tuple[str, tuple[int, ...], str]] = [
         (name, (each.words,), "int64") for name, each in lists.items()
     ]
-    if config.stays:
+    heads, tiles, _ = _owned_tiles(config, problem)["order_q"]
+    if config.stays and (lists or heads * tiles > blocks):
         specs.append(("turns", (3,), "int64"))
     if text is not None and text.params and config.kernel == "backward":
         elements = max(1, param_elements(problem))

@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     dk_dv(const __grid_constant__ Params p) {
   extern __shared__ Vector shared_memory[];
   auto& smem = *(Smem<false>*)shared_memory;
-  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
+  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/simt.py counts the bytes");
   const WorkList<KeyTiles> list(p);
   const long long items = list.items(p);
   for (long long at = blockIdx.x; at < items; at += gridDim.x) {
@@ -243,7 +243,7 @@ template <class Sums>
 __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   extern __shared__ Vector shared_memory[];
   auto& smem = *(Smem<true>*)shared_memory;
-  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/plan.py counts the bytes");
+  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/simt.py counts the bytes");
   const WorkList<QueryTiles> list(p);
   const long long items = list.items(p);
   for (long long at = blockIdx.x; at < items; at += gridDim.x) {

@@ -49,7 +49,7 @@ struct Partial {
     return Matrix<C::HEAD_DIM_V, Accumulation>({after_dk, 0, C::HEAD_DIM_V, 0, 1}, 0, 0, OWN);
   }
 };
-static_assert(C::PARTIAL_NUMBERS == OWN * (C::HEAD_DIM + C::HEAD_DIM_V), "as cuflash/plan.py says");
+static_assert(C::PARTIAL_NUMBERS == OWN * (C::HEAD_DIM + C::HEAD_DIM_V), "as cuflash/config.py says");
 
 // One head of one batch item, as both kernels see it.
 struct Head {

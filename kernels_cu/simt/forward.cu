@@ -18,7 +18,7 @@ struct Smem {
   SharedTile<C::BLOCK_K, C::CHUNK_V> v;
   SharedTile<C::BLOCK_K, C::BLOCK_Q> p;  // weights, a column a query row
 };
-static_assert(sizeof(Smem) == C::SHARED_BYTES, "cuflash/plan.py counts the same bytes");
+static_assert(sizeof(Smem) == C::SHARED_BYTES, "cuflash/simt.py counts the same bytes");
 
 // One tile of o and lse, or a segment of one. Where a result or an attended score is not finite it
 // stores nothing and returns false: the careful path then has to do the tile.

@@ -35,7 +35,7 @@ struct alignas(1024) Smem {
   int visits[STAGES];  // with k
   float never;
 };
-static_assert(sizeof(Smem) <= C::SHARED_BYTES, "cuflash/plan.py counts as many bytes");
+static_assert(sizeof(Smem) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
 
 template <int ROWS, int PANELS_>
 __device__ __forceinline__ void load_panels(
