@@ -2,8 +2,9 @@
 
 One head is learned from (the ICBM152 average, turned, stretched, moved and shaded at random),
 another person's is tested (Colin27, in poses not seen). The volume is cut into small cubes, one
-token each. No cube is told where it lies. From its own voxels it knows little: grey matter looks
-alike everywhere. With attention it looks at the cubes about it, and at how far off they are.
+token each. From its own voxels a cube knows little: grey matter looks alike everywhere. Told where
+in the field of view it lies, it knows more, but heads are turned and moved. With attention it looks
+at the cubes about it, too, and at how far off they are.
 
 * `cuflash.Neighborhood` lets a token see a window of cubes along all three axes;
 * `cuflash.order.tiles` stores neighbours in space next to each other, so a window fills few tiles;
@@ -13,8 +14,8 @@ alike everywhere. With attention it looks at the cubes about it, and at how far 
     python examples/brain_mri.py            # on a GPU if there is one, and a pass over 512^3
     python examples/brain_mri.py --small    # on the CPU, in about a minute
 
-The same net without attention, trained the same way, is the baseline; the measure is the mean Dice
-of seven lobes: 2 |found and true| / (|found| + |true|).
+The same net without attention, trained the same way, is the baseline, with and without the place
+of a cube; the measure is the mean Dice of seven lobes: 2 |found and true| / (|found| + |true|).
 """
 
 import argparse
@@ -34,10 +35,15 @@ from what_is_saved import find_gpu
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-SMALL = {"voxel_mm": 4.5, "grid": (36, 48, 36), "patch": 4, "tile": (3, 4, 3), "window": (7, 7, 7),
-         "layers": 1, "width": 64, "heads": 2, "steps": 160, "rate": 8e-3}  # fmt: skip
-FULL = {"voxel_mm": 2.5, "grid": (64, 80, 64), "patch": 2, "tile": (4, 4, 8), "window": (9, 9, 9),
-        "layers": 2, "width": 128, "heads": 2, "steps": 300, "rate": 4e-3}  # fmt: skip
+SMALL = {"voxel_mm": 4.5, "grid": (36, 48, 36), "patch": 4, "tile": (3, 4, 3), "window": (5, 5, 5),
+         "layers": 2, "width": 64, "heads": 2, "steps": 140, "rate": 8e-3}  # fmt: skip
+FULL = {"voxel_mm": 2.25, "grid": (80, 96, 80), "patch": 4, "tile": (4, 4, 4), "window": (9, 9, 9),
+        "layers": 3, "width": 128, "heads": 4, "steps": 400, "rate": 4e-3}  # fmt: skip
+NETS = {
+    "a cube alone": (False, False),
+    "told its place": (True, False),
+    "with attention": (True, True),
+}
 
 
 # 1. Training and testing --------------------------------------------------------------------------
@@ -56,22 +62,21 @@ def loss_gradient(xp: Any, scores: Any, truth: Any) -> tuple[float, Any]:
     return float(loss), p * weight[:, None]
 
 
-def train(xp: Any, head: Any, size: dict, seed: int, attend: bool) -> tuple[Net, list[float]]:
-    """A net trained on one head in random poses; the same seed gives the same poses."""
-    net, rng, losses = Net(xp, size, seed, attend), np.random.default_rng(seed + 1), []
+def train(xp: Any, head: Any, size: dict, seed: int, label: str) -> Net:
+    """One of NETS trained on one head in random poses; the same seed gives the same poses."""
+    net, rng, losses = Net(xp, size, seed, *NETS[label]), np.random.default_rng(seed + 1), []
     adam = Adam(xp, net.weights, size["steps"], size["rate"])
-    label = f"{'with' if attend else 'without'} attention"
-    with tqdm(total=size["steps"], desc=f"{label:18}", unit="step", mininterval=0.5) as bar:
+    with tqdm(total=size["steps"], desc=f"{label:14}", unit="step", mininterval=0.5) as bar:
         for _ in range(size["steps"]):
             image, truth = sample(xp, head, size, rng, True)
-            scores, tape = net.forward(cubes(image, size["patch"], net.order))
+            scores, tape = net.forward(image)
             answer = cubes(truth, size["patch"], net.order).reshape(-1)
             loss, dscores = loss_gradient(xp, scores.reshape(-1, LOBES), answer)
             adam.step(net.backward(dscores.reshape(scores.shape), tape))
             losses.append(loss)
             bar.set_postfix_str(f"loss {np.mean(losses[-20:]):.3f}", refresh=False)
             bar.update()
-    return net, losses
+    return net
 
 
 def test(xp: Any, net: Net, head: Any, poses: int = 6) -> tuple[np.ndarray, tuple[Any, ...]]:
@@ -79,8 +84,7 @@ def test(xp: Any, net: Net, head: Any, poses: int = 6) -> tuple[np.ndarray, tupl
     rng, size, dice = np.random.default_rng(7), net.size, []
     for _ in range(poses):
         image, truth = sample(xp, head, size, rng, False)
-        scores, _ = net.forward(cubes(image, size["patch"], net.order))
-        found = scores.reshape(len(scores), -1, LOBES).argmax(axis=2)
+        found = net.forward(image)[0].argmax(axis=2)
         found = whole(found, size["grid"], size["patch"], net.order)
         both = [((found == i) & (truth == i)).sum() for i in range(1, LOBES)]
         size_of = [(found == i).sum() + (truth == i).sum() for i in range(1, LOBES)]
@@ -92,7 +96,7 @@ def test(xp: Any, net: Net, head: Any, poses: int = 6) -> tuple[np.ndarray, tupl
 
 
 def draw(volumes: dict[str, Any], path: Path) -> None:
-    """Three slices of one volume: MRI, true lobes, lobes found without and with attention."""
+    """Three slices of one volume: MRI, true lobes, the lobes that each net found."""
     figure, panels = pyplot.subplots(3, len(volumes), figsize=(3.2 * len(volumes), 9))
     for row, axis in zip(panels, range(3)):
         for axes, (name, volume) in zip(row, volumes.items()):
@@ -105,22 +109,23 @@ def draw(volumes: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(xp: Any, size: dict, out: Path, seed: int = 0) -> dict[str, float]:
-    """Train with and without attention, test on the other head; return the mean Dice of both."""
+def run(xp: Any, size: dict, out: Path, seed: int = 0, nets: Any = NETS) -> dict[str, float]:
+    """Train nets on one head, test them on the other; return the mean Dice of each."""
     heads = {who: load(xp, who) for who in ("icbm", "colin")}
     names, dice, volumes = lobe_names()[1:], {}, {}
     print(f"Trained on ICBM152, tested on Colin27 (another person); {size}, seed {seed}")
-    for attend in (False, True):
+    for label in nets:
         start = time.perf_counter()
-        net, _ = train(xp, heads["icbm"], size, seed, attend)
-        label = f"{'with' if attend else 'without'} attention"
+        net = train(xp, heads["icbm"], size, seed, label)
         dice[label], (image, truth, found) = test(xp, net, heads["colin"])
         print(f"{label}: {time.perf_counter() - start:.0f} s")
-        volumes |= {} if attend else {"MRI": image, "true lobes": truth}
+        volumes = volumes or {"MRI": image, "true lobes": truth}
         volumes[label] = found
     lines = [[name, *(f"{each[i]:.3f}" for each in dice.values())] for i, name in enumerate(names)]
     lines.append(["mean", *(f"{each.mean():.3f}" for each in dice.values())])
-    page = "\n".join(f"| {' | '.join(x)} |" for x in [["Dice", *dice], ["---"] * 3, *lines])
+    page = "\n".join(
+        f"| {' | '.join(x)} |" for x in [["Dice", *dice], ["---"] * (1 + len(dice)), *lines]
+    )
     print(f"\n{page}\n")
     out.mkdir(parents=True, exist_ok=True)
     (out / "brain-mri.md").write_text(page + "\n")
@@ -133,11 +138,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="on the CPU, also with a GPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="other than the size has")
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
     options = parser.parse_args()
     xp = np if options.small else find_gpu()
     with threadpool_limits(limits=1):  # a second BLAS thread waits long where others are at work
-        run(xp, SMALL if xp is np else FULL, options.out, options.seed)
+        size = SMALL if xp is np else FULL
+        size = size | ({"steps": options.steps} if options.steps else {})
+        run(xp, size, options.out, options.seed)
     if xp is not np:
         brain_512.run(xp, options.out)
 

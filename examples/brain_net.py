@@ -1,16 +1,21 @@
 """The net of `brain_mri.py`: layers of 3-D windowed attention and of an MLP, gradients by hand.
 
 Each layer adds to x: first attention of the normalised x over a window in space (left out in the
-baseline), then an MLP of two products. One `xp`, NumPy or CuPy, runs it.
+baseline), then an MLP of two products. What a cube says at the end is a small linear rule: a score
+for each lobe from a voxel's place in the cube and how bright it and its neighbours are. So the net
+finds out which lobes are about, and edges within a cube follow the picture. One `xp`, NumPy or
+CuPy, runs it.
 """
 
 from typing import Any
 
 import numpy as np
+from brain_volume import cubes, smooth
 
 import cuflash
 
 LOBES = 8  # background and seven
+RULE = 8  # numbers a voxel brings: 1, its place in the cube, two brightnesses and their squares
 
 
 def normalise(xp: Any, x: Any) -> tuple[Any, Any]:
@@ -24,28 +29,36 @@ def normalise_backward(dy: Any, y: Any, scale: Any) -> Any:
 
 
 class Net:
-    """Cubes of voxels in, scores of the lobes for each voxel out; tokens are in tile order.
+    """A volume in, scores of the lobes for each voxel out; tokens are cubes in tile order.
 
     Parameters
     ----------
     size : the table SMALL or FULL of `brain_mri.py`
+    told : whether a cube is told where in the field of view it lies
     attend : whether the attention of each layer takes part
     """
 
-    def __init__(self, xp: Any, size: dict[str, Any], seed: int, attend: bool) -> None:
+    def __init__(self, xp: Any, size: dict[str, Any], seed: int, told: bool, attend: bool) -> None:
         self.xp, self.size, self.attend = xp, size, attend
         self.shape = tuple(n // size["patch"] for n in size["grid"])  # of the grid of tokens
         self.order = cuflash.order.tiles(self.shape, size["tile"])
         self.mask = cuflash.Neighborhood(self.shape, size["window"], edge="clip")
         rng, width, voxels = np.random.default_rng(seed), size["width"], size["patch"] ** 3
 
+        at = np.stack(np.unravel_index(self.order.positions, self.shape), axis=1)
+        at = np.pi * ((2 * at + 1) / np.array(self.shape) - 1)  # -pi to pi in the field of view
+        place = np.concatenate([at, np.sin(at), np.cos(at), np.sin(2 * at), np.cos(2 * at)], axis=1)
+        self.place = xp.asarray(2 * told * place, np.float32)
+        inside = (np.indices(3 * (size["patch"],)).reshape(3, -1).T + 0.5) / size["patch"]
+        self.inside = xp.asarray(2 * inside - 1, np.float32)  # (voxels of a cube, 3)
+
         def normal(rows: int, columns: int) -> Any:
             values = rng.standard_normal((rows, columns)) / rows**0.5
             return xp.asarray(values, np.float32)
 
-        w = {"in": normal(voxels, width), "out": 0 * normal(width, voxels * LOBES)}
-        w |= {"in_bias": xp.zeros(width, np.float32)}
-        w |= {"out_bias": xp.zeros(voxels * LOBES, np.float32)}
+        w = {"in": normal(voxels + place.shape[1], width), "in_bias": xp.zeros(width, np.float32)}
+        w |= {"out": 0 * normal(width, RULE * LOBES)}
+        w |= {"out_bias": xp.zeros(RULE * LOBES, np.float32)}
         self.scores = []
         for layer in range(size["layers"]):
             w[f"up{layer}"], w[f"down{layer}"] = normal(width, 4 * width), normal(4 * width, width)
@@ -57,10 +70,22 @@ class Net:
                 self.scores.append((param, cuflash.RelativeBias(param, self.shape)))
         self.weights = w
 
-    def forward(self, cubes: Any) -> tuple[Any, list[Any]]:
-        """Scores (tokens, patch^3 * LOBES) of cubes (tokens, patch^3), and what backward needs."""
-        xp, w, n = self.xp, self.weights, len(cubes)
-        x, tape = cubes @ w["in"] + w["in_bias"], [cubes]
+    def voxels(self, image: Any) -> Any:
+        """What the rules weigh: (tokens, patch^3, RULE)."""
+        xp, patch = self.xp, self.size["patch"]
+        own, near = (cubes(x, patch, self.order) for x in (image, smooth(xp, image)))
+        own, near = 2 * own - 1, 2 * near - 1
+        inside = [xp.broadcast_to(self.inside[:, i], own.shape) for i in range(3)]
+        columns = [xp.ones_like(own), *inside, own, own * own, near, near * near]
+        return xp.stack(columns, axis=2)
+
+    def forward(self, image: Any) -> tuple[Any, list[Any]]:
+        """Scores (tokens, patch^3, LOBES) of a volume, and what backward needs."""
+        xp, w = self.xp, self.weights
+        voxels = self.voxels(image)
+        tokens = xp.concatenate([cubes(image, self.size["patch"], self.order), self.place], axis=1)
+        n = len(tokens)
+        x, tape = tokens @ w["in"] + w["in_bias"], [voxels, tokens]
         for layer in range(self.size["layers"]):
             if self.attend:
                 y, scale = normalise(xp, x)
@@ -79,14 +104,16 @@ class Net:
             tape.append((y, scale, hidden))
         y, scale = normalise(xp, x)
         tape.append((y, scale))
-        return y @ w["out"] + w["out_bias"], tape
+        rules = (y @ w["out"] + w["out_bias"]).reshape(n, RULE, LOBES)
+        return voxels @ rules, tape
 
     def backward(self, dscores: Any, tape: list[Any]) -> dict[str, Any]:
         """The gradient by every weight: the chain rule, from the last line to the first."""
-        xp, w, n = self.xp, self.weights, len(dscores)
+        xp, w, n, voxels = self.xp, self.weights, len(dscores), tape.pop(0)
         y, scale = tape.pop()
-        g = {"out": y.T @ dscores, "out_bias": dscores.sum(axis=0)}
-        dx = normalise_backward(dscores @ w["out"].T, y, scale)
+        drules = (voxels.swapaxes(1, 2) @ dscores).reshape(n, -1)
+        g = {"out": y.T @ drules, "out_bias": drules.sum(axis=0)}
+        dx = normalise_backward(drules @ w["out"].T, y, scale)
         for layer in reversed(range(self.size["layers"])):
             y, scale, hidden = tape.pop()
             g[f"down{layer}"] = hidden.T @ dx
