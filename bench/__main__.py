@@ -11,7 +11,7 @@ from pathlib import Path
 # JAX would take most of the GPU's memory when it is first used; the others need some too.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from . import attention, cases, grid, machine, masks, memory, report
+from . import attention, cases, flex, grid, machine, masks, memory, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,10 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("attention", "grid", "masks", "memory", "simt"),
+        choices=("attention", "flex", "grid", "masks", "memory", "simt"),
         default="attention",
-        help="attention: against rivals; grid: 42 cells against the best rivals; masks: time "
-        "against tiles left; memory: peak against explain; simt: the float32 cell",
+        help="attention: against rivals; flex: masks and scores against FlexAttention; grid: 42 "
+        "cells against the best rivals; masks: time against tiles left; memory: peak against "
+        "explain; simt: the float32 cell",
     )
     parser.add_argument("--quick", action="store_true", help="a few cases, no FlexAttention")
     parser.add_argument("--case", help="only cases whose name holds this (or a glob)")
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.what == "memory":
         return memory.run(here, options.longest, options.results)
     if options.what == "masks":
-        return masks.run(here, options.results)
+        return masks.run(here, options.results, options.family)
+    if options.what == "flex":
+        return flex.run(here, options.results)
     if options.what == "grid":
         settings = attention.Settings(family=options.family, seconds=options.seconds)
         return grid.run(here, options.part, settings, options.results)

@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+import cuflash
 
 from . import memory
 from .machine import Machine
@@ -38,14 +41,10 @@ def _documents(n: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     ends = np.cumsum(rng.integers(n // 32, n // 8, 64))
     ids = np.searchsorted(ends, np.arange(n), side="right").astype(np.int32)
-    import cuflash
-
     return {"mask": cuflash.Documents(ids), "causal": True}
 
 
 def _globals_first(n: int) -> dict[str, Any]:
-    import cuflash
-
     flags = np.zeros(n, bool)
     flags[50::100] = True
     order = cuflash.order.first(np.flatnonzero(flags), n)
@@ -54,8 +53,6 @@ def _globals_first(n: int) -> dict[str, Any]:
 
 
 def _neighborhood(n: int) -> dict[str, Any]:
-    import cuflash
-
     side = round(n ** (1 / 3))
     order = cuflash.order.tiles((side,) * 3, (4, 4, 8))
     mask = cuflash.Neighborhood((side,) * 3, 7)
@@ -63,9 +60,15 @@ def _neighborhood(n: int) -> dict[str, Any]:
 
 
 def _prefix(n: int) -> dict[str, Any]:
-    import cuflash
-
     return {"mask": cuflash.PrefixLM(n // 4)}
+
+
+def _genome(n: int) -> dict[str, Any]:
+    flags = np.zeros(n, bool)
+    flags[:: n // 200] = True
+    order = cuflash.order.first(np.flatnonzero(flags), n)
+    near = cuflash.SlidingWindow(1024, 1024)
+    return {"mask": near | cuflash.GlobalTokens(flags), "positions": order.positions}
 
 
 PATTERNS = (
@@ -74,30 +77,40 @@ PATTERNS = (
     Pattern("documents, causal", 32768, 8, _documents),
     Pattern("prefix", 16384, 16, _prefix),
     Pattern("local 512 + 1 % global first", 100_000, 2, _globals_first),
+    Pattern("window 2048 + 200 globals first", 100_000, 2, _genome),
     Pattern("7^3 neighbourhood, tile order", 64**3, 1, _neighborhood),
 )
 
 
-def run(machine: Machine, folder: Path) -> int:
+def run(machine: Machine, folder: Path, family: str = "") -> int:
     """Measure, print, write; 0 where every time is within f + 0.05 of the one without a mask."""
-    dtypes = ("float32", "bfloat16") if machine.kind == "cuda" else ("float32",)
+    if machine.kind != "cuda":
+        kinds = [("", "float32")]
+    else:  # forward of sm90; backward is simt's so far
+        kinds = [("simt", "float32"), ("simt", "bfloat16"), ("", "bfloat16")]
     rows: list[Row] = []
     for pattern in PATTERNS:
-        for dtype in dtypes:
-            rows += measure(machine, pattern, dtype)
+        for held, dtype in kinds:
+            if family and held != family:
+                continue
+            with cuflash.using(family=held) if held else nullcontext():
+                rows += measure(
+                    machine, pattern, dtype, ("forward", "backward")[: 2 if held else 1]
+                )
     header = machine.header()
     page = [f"# Masks on {header['machine']}", ""]
     page += [f"{header['date']}, commit {header['commit']}, `{header['command']}`", ""]
     page += [
-        "| mask | dtype | tokens, heads | pass | tiles kept f | ms without | ms | share of time | "
-        "time - f | first call s | beyond outputs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| mask | dtype | kernel | tokens, heads | pass | tiles kept f | ms without | ms "
+        "| share of time | time - f | first call s | beyond outputs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        page.append(
-            "| {mask} | {dtype} | {tokens}, {heads} | {pass} | {kept:.3f} | {dense_ms:.2f} "
-            "| {ms:.2f} | {share:.3f} | {over:+.3f} | {first_s:.2f} | {beyond:,} |".format(**row)
+        text = (
+            "| {mask} | {dtype} | {kernel} | {tokens}, {heads} | {pass} | {kept:.3f} "
+            "| {dense_ms:.2f} | {ms:.2f} | {share:.3f} | {over:+.3f} | {first_s:.2f} | {beyond:,} |"
         )
+        page.append(text.format(**row))
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{machine.label}-masks"
     result = {"header": header, "rows": rows}
@@ -107,10 +120,10 @@ def run(machine: Machine, folder: Path) -> int:
     return 0 if all(row["over"] <= ALLOWED for row in rows) else 1
 
 
-def measure(machine: Machine, pattern: Pattern, dtype: str) -> list[Row]:
-    """Forward and backward of one mask, against the same arrays without it."""
-    import cuflash
-
+def measure(
+    machine: Machine, pattern: Pattern, dtype: str, parts: tuple[str, ...] = ("forward", "backward")
+) -> list[Row]:
+    """Passes of one mask, against the same arrays without it."""
     seqlen = pattern.seqlen if machine.kind == "cuda" else min(pattern.seqlen, 4096)
     rng = np.random.default_rng(seqlen)
     shape = (1, seqlen, pattern.heads if machine.kind == "cuda" else 1, 64)
@@ -123,6 +136,8 @@ def measure(machine: Machine, pattern: Pattern, dtype: str) -> list[Row]:
     }
     rows = []
     for name, call in passes.items():
+        if name not in parts:
+            continue
         machine.synchronize()
         start = time.perf_counter()
         call(options)
@@ -135,8 +150,9 @@ def measure(machine: Machine, pattern: Pattern, dtype: str) -> list[Row]:
         share, kept = masked / dense, computed / total
         rows.append(
             {
-                "mask": pattern.name, "dtype": dtype, "tokens": seqlen, "heads": shape[2],
-                "pass": name, "kept": kept, "dense_ms": dense, "ms": masked, "share": share,
+                "mask": pattern.name, "dtype": dtype, "kernel": plan.kernel.split()[0],
+                "tokens": seqlen, "heads": shape[2], "pass": name,
+                "kept": kept, "dense_ms": dense, "ms": masked, "share": share,
                 "over": share - kept, "first_s": first, "beyond": beyond,
             }
         )  # fmt: skip

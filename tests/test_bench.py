@@ -1,12 +1,13 @@
 """The bench harness on a machine without a GPU: it checks, times, writes, and fails when wrong."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from bench import __main__ as command
-from bench import attention, baselines, cases, check, grid, machine, memory, report
+from bench import attention, baselines, cases, check, flex, grid, machine, memory, report
 
 SMALL = cases.Case(1, 4, 2, 192, 256, 32, "float32", causal=True)
 
@@ -138,3 +139,10 @@ def test_grid_compares_every_cell_with_the_best_rival():
     assert len([line for line in lines if "geometric mean" in line]) == 3
     for part in ("forward", "backward"):
         assert all(1 <= grid.bar_of(part, case) < 1.4 for case in cases.GRID)
+
+
+def test_flex_cells_are_the_same_in_both(cpu):
+    pytest.importorskip("torch")
+    for cell in flex.CELLS[:5:2]:
+        rows = flex.measure(cpu, replace(cell, heads=2))
+        assert rows[0]["ratio"] > 0 and float(rows[0]["difference"]) < 1e-4
