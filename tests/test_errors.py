@@ -133,7 +133,10 @@ def test_masks_and_captured_arrays() -> None:
         cuflash.captured([1, 2])
     with pytest.raises(TypeError, match="dtype complex128 cannot be captured"):
         cuflash.captured(np.zeros(3, complex))
-    with pytest.raises(ValueError, match="family must be one of sm90, simt"), cuflash.using(family="x"):
+    with (
+        pytest.raises(ValueError, match="family must be one of sm90, simt"),
+        cuflash.using(family="x"),
+    ):
         pass
 
 
