@@ -18,27 +18,24 @@ The same net without attention, trained the same way, is the baseline, with and 
 of a cube; the measure is the mean Dice of seven lobes: 2 |found and true| / (|found| + |true|).
 """
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import brain_512
 import matplotlib
+import nn
 import numpy as np
-from brain_net import LOBES, Adam, Net
+from brain_net import LOBES, Net
 from brain_volume import cubes, load, lobe_names, sample, whole
-from threadpoolctl import threadpool_limits
-from tqdm import tqdm
-from what_is_saved import find_gpu
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
 SMALL = {"voxel_mm": 4.5, "grid": (36, 48, 36), "patch": 4, "tile": (3, 4, 3), "window": (5, 5, 5),
-         "layers": 2, "width": 64, "heads": 2, "steps": 140, "rate": 8e-3}  # fmt: skip
+         "layers": 2, "width": 64, "heads": 2, "steps": 140, "rate": 6e-3}  # fmt: skip
 FULL = {"voxel_mm": 2.25, "grid": (80, 96, 80), "patch": 4, "tile": (4, 4, 4), "window": (9, 9, 9),
-        "layers": 3, "width": 128, "heads": 4, "steps": 400, "rate": 4e-3}  # fmt: skip
+        "layers": 3, "width": 128, "heads": 4, "steps": 300, "rate": 4e-3}  # fmt: skip
 NETS = {
     "a cube alone": (False, False),
     "told its place": (True, False),
@@ -49,33 +46,18 @@ NETS = {
 # 1. Training and testing --------------------------------------------------------------------------
 
 
-def loss_gradient(xp: Any, scores: Any, truth: Any) -> tuple[float, Any]:
-    """Weighted cross entropy (background counts 0.3) and its gradient; scores (voxels, LOBES)."""
-    scores = scores - scores.max(axis=1, keepdims=True)
-    p = xp.exp(scores)
-    p /= p.sum(axis=1, keepdims=True)
-    weight = xp.where(truth > 0, 1.0, 0.3).astype(np.float32)
-    weight /= weight.sum()
-    rows = xp.arange(len(truth))
-    loss = -(weight * xp.log(p[rows, truth] + 1e-9)).sum()
-    p[rows, truth] -= 1
-    return float(loss), p * weight[:, None]
-
-
 def train(xp: Any, head: Any, size: dict, seed: int, label: str) -> Net:
     """One of NETS trained on one head in random poses; the same seed gives the same poses."""
-    net, rng, losses = Net(xp, size, seed, *NETS[label]), np.random.default_rng(seed + 1), []
-    adam = Adam(xp, net.weights, size["steps"], size["rate"])
-    with tqdm(total=size["steps"], desc=f"{label:14}", unit="step", mininterval=0.5) as bar:
-        for _ in range(size["steps"]):
-            image, truth = sample(xp, head, size, rng, True)
-            scores, tape = net.forward(image)
-            answer = cubes(truth, size["patch"], net.order).reshape(-1)
-            loss, dscores = loss_gradient(xp, scores.reshape(-1, LOBES), answer)
-            adam.step(net.backward(dscores.reshape(scores.shape), tape))
-            losses.append(loss)
-            bar.set_postfix_str(f"loss {np.mean(losses[-20:]):.3f}", refresh=False)
-            bar.update()
+    net, rng = Net(xp, size, seed, *NETS[label]), np.random.default_rng(seed + 1)
+    adam = nn.Adam(net.weights, size["steps"], size["rate"])
+    for show in nn.training(size["steps"], f"{label:14}"):
+        image, truth = sample(xp, head, size, rng, True)
+        scores, pullback = net.forward(image)
+        answer = cubes(truth, size["patch"], net.order)
+        weight = xp.where(answer > 0, 1.0, 0.3)  # background counts less
+        loss, dscores = nn.cross_entropy(scores, answer, weight)
+        adam.step(pullback(dscores))
+        show(loss)
     return net
 
 
@@ -123,32 +105,13 @@ def run(xp: Any, size: dict, out: Path, seed: int = 0, nets: Any = NETS) -> dict
         volumes[label] = found
     lines = [[name, *(f"{each[i]:.3f}" for each in dice.values())] for i, name in enumerate(names)]
     lines.append(["mean", *(f"{each.mean():.3f}" for each in dice.values())])
-    page = "\n".join(
-        f"| {' | '.join(x)} |" for x in [["Dice", *dice], ["---"] * (1 + len(dice)), *lines]
-    )
-    print(f"\n{page}\n")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "brain-mri.md").write_text(page + "\n")
+    nn.table(["Dice", *dice], lines, out / "brain-mri.md")
     to_host = (lambda x: x) if xp is np else xp.asnumpy
     draw({name: to_host(volume) for name, volume in volumes.items()}, out / "brain-mri.png")
+    if xp is not np:
+        brain_512.run(xp, out)
     return {name: float(each.mean()) for name, each in dice.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--small", action="store_true", help="on the CPU, also with a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="other than the size has")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    options = parser.parse_args()
-    xp = np if options.small else find_gpu()
-    with threadpool_limits(limits=1):  # a second BLAS thread waits long where others are at work
-        size = SMALL if xp is np else FULL
-        size = size | ({"steps": options.steps} if options.steps else {})
-        run(xp, size, options.out, options.seed)
-    if xp is not np:
-        brain_512.run(xp, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    nn.start(__doc__, run, SMALL, FULL)
