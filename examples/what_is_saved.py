@@ -17,20 +17,21 @@ One forward and one backward pass on random q, k, v at each length. What is mark
 bytes are then those of `cuflash.memory`, times grow with n squared from the longest run.
 """
 
-import argparse
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nn
 import numpy as np
 from saved_report import claims, draw_curves, draw_tiling, lengths, table
-from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 import cuflash
 from cuflash.demo_sweep import peak_bytes, synchronize
 
+SMALL = {"tiled": 32768, "standard": 8192, "heads": 1, "dtype": "float32"}  # longest runs
+FULL = {"tiled": 131072, "standard": 32768, "heads": 8, "dtype": "float16"}
 HEAD_DIM = 64
 LENGTHS = [1024 * 2**i for i in range(8)]  # 1k to 128k
 GENOME, REACH, EVERY = 100_000, 2048, 500  # the sparse case: a window, every 500th token global
@@ -41,7 +42,7 @@ GENOME, REACH, EVERY = 100_000, 2048, 500  # the sparse case: a window, every 50
 
 def standard(q: Any, k: Any, v: Any, do: Any | None = None) -> tuple[Any, ...]:
     """o by the definition, and dq, dk, dv where do is given; each line is a pass over memory."""
-    xp = np if isinstance(q, np.ndarray) else __import__("cupy")
+    xp = nn.library(q)
     scale = q.dtype.type(q.shape[3] ** -0.5)
     s = (q * scale) @ k.swapaxes(2, 3)  # (n, n) a head
     p = s - s.max(axis=3, keepdims=True)  # (n, n): S and P are there at once
@@ -100,11 +101,12 @@ def measure(xp: Any, function: Any, *arrays: Any, **options: Any) -> tuple[float
     return min(times), peak
 
 
-def sweep(xp: Any, heads: int, dtype: str, longest: dict[Any, int]) -> list[dict[str, Any]]:
+def sweep(xp: Any, size: dict[str, Any], seed: int) -> list[dict[str, Any]]:
     """Both ways at every length: {"tokens": n, "standard": Run, "tiled": Run}."""
     rows: list[dict[str, Any]] = []
+    heads, dtype = size["heads"], size["dtype"]
     for n in tqdm(LENGTHS, desc="1k to 128k tokens", unit="length"):
-        rng, shape = np.random.default_rng(n), (1, heads, n, HEAD_DIM)
+        rng, shape = np.random.default_rng((seed, n)), (1, heads, n, HEAD_DIM)
         model = cuflash.memory(seqlen=n, heads=heads, head_dim=HEAD_DIM, dtype=dtype)
         results = model.tensors_forward  # o, dq, dk, dv take what q, k, v, o take
         extras = {
@@ -112,11 +114,11 @@ def sweep(xp: Any, heads: int, dtype: str, longest: dict[Any, int]) -> list[dict
             tiled: max(model.tiled_forward, model.tiled_backward),
         }
         arrays = []
-        if n <= max(longest.values()):
+        if n <= max(size["tiled"], size["standard"]):
             arrays = [xp.asarray(rng.standard_normal(shape, np.float32), dtype) for _ in range(4)]
         rows.append({"tokens": n})
         for way, extra in extras.items():
-            if n <= longest[way]:
+            if n <= size[way.__name__]:
                 forward, _ = measure(xp, way, *arrays[:3])
                 both, peak = measure(xp, way, *arrays)
                 run = Run(forward, both, peak, peak - results, extra, True)
@@ -147,10 +149,10 @@ def sparse(xp: Any, dtype: str, dense: float | None) -> dict[str, float]:
 # 3. All of it -------------------------------------------------------------------------------------
 
 
-def run(xp: Any, out: Path, longest: int, longest_standard: int) -> dict[str, Any]:
+def run(xp: Any, size: dict[str, Any], out: Path, seed: int = 0) -> dict[str, Any]:
     """Measure, print and write; return the rows, the sparse case, the FLOPs added, the claims."""
-    heads, dtype = (1, "float32") if xp is np else (8, "float16")
-    rows = sweep(xp, heads, dtype, {standard: longest_standard, tiled: longest})
+    heads, dtype = size["heads"], size["dtype"]
+    rows = sweep(xp, size, seed)
     dense = None
     if xp is np:  # a minute is saved: forward without a mask is scaled, not run
         last = [row for row in rows if row["tiled"].measured][-1]
@@ -161,7 +163,7 @@ def run(xp: Any, out: Path, longest: int, longest_standard: int) -> dict[str, An
     model = cuflash.memory(seqlen=1024, head_dim=HEAD_DIM)
     usual = model.standard_flops_forward + model.standard_flops_backward
     work = sum(plan.flops for plan in plans) / usual - 1
-    genome["tokens"] = GENOME
+    genome |= {"tokens": GENOME, "scaled_from": last["tokens"] if xp is np else GENOME}
     answers = claims(rows, genome, work)
     page = table(["claim", "measured here", "by formula", "so it is"], answers)
     page += f"\n\nBatch 1, heads {heads}, head_dim {HEAD_DIM}, {dtype}, on "
@@ -176,24 +178,5 @@ def run(xp: Any, out: Path, longest: int, longest_standard: int) -> dict[str, An
     return {"rows": rows, "genome": genome, "work": work, "claims": answers}
 
 
-def find_gpu() -> Any:
-    """CuPy where it has a GPU, else NumPy."""
-    try:
-        import cupy
-    except ImportError:
-        return np
-    return cupy if cupy.is_available() else np
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--small", action="store_true", help="on the CPU, also with a GPU")
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
-    options = parser.parse_args()
-    xp = np if options.small else find_gpu()
-    with threadpool_limits(limits=1):  # a second BLAS thread waits long where others are at work
-        run(xp, options.out, *((32768, 8192) if xp is np else (131072, 32768)))
-
-
 if __name__ == "__main__":
-    main()
+    nn.start(__doc__, run, SMALL, FULL)

@@ -24,7 +24,8 @@ def test_what_is_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(what_is_saved, "GENOME", 20_000)
     monkeypatch.setattr(what_is_saved, "REACH", 410)
-    found = what_is_saved.run(np, tmp_path, 8192, 4096)
+    size = what_is_saved.SMALL | {"tiled": 8192, "standard": 4096}
+    found = what_is_saved.run(np, size, tmp_path)
     rows = {row["tokens"]: row for row in found["rows"]}
     assert list(rows) == [1024 * 2**i for i in range(8)]
     for n in (1024, 2048, 4096):
