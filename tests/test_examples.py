@@ -62,8 +62,8 @@ def test_brain_mri(tmp_path, capsys):
 
     dice = brain_mri.run(np, brain_mri.SMALL, tmp_path, seed=0)
     assert dice["told its place"] > dice["a cube alone"] + 0.2
-    assert dice["with attention"] > dice["told its place"] + 0.03  # three seeds: 0.05
-    assert dice["with attention"] > 0.56
+    assert dice["with attention"] > dice["told its place"] + 0.02  # three seeds: 0.037 to 0.075
+    assert dice["with attention"] > 0.56  # 0.588 to 0.624
     assert (tmp_path / "brain-mri.png").read_bytes()[:4] == b"\x89PNG"
     assert "| mean |" in capsys.readouterr().out
 
