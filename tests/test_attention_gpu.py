@@ -72,3 +72,24 @@ def test_many_owned_tiles(dims: tuple[int, int], mask: str, dtype: str, back_end
     for _ in range(100):
         again, lse_again = cuflash.attention(q, k, v, return_lse=True, **options)
         assert (again == o).all() and (lse_again == lse).all()
+
+
+@pytest.mark.parametrize("back_end", ["cupy"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_in_segments(head_dim: int, back_end: str) -> None:
+    """Global tokens see all of 40,000 keys: blocks share their tiles, as other families do."""
+    cp, length = module_of(back_end), 40_000
+    rng = np.random.default_rng(head_dim)
+    shape = (1, length, 2, head_dim)
+    q, k, v = (cp.asarray(rng.standard_normal(shape, np.float32)).astype("float16") for _ in "qkv")
+    flags = cp.zeros(length, bool)
+    flags[7::9000] = True
+    mask = cuflash.SlidingWindow(100, 20) | cuflash.GlobalTokens(flags)
+    sink = cp.asarray([1.0, -2.0], "float32")
+    o, lse = cuflash.attention(q, k, v, mask=mask, sink=sink, return_lse=True)
+    with cuflash.using(family="simt"):
+        want, lse_want = cuflash.attention(q, k, v, mask=mask, sink=sink, return_lse=True)
+    close("lse", to_numpy(lse), to_numpy(lse_want), 1e-4)
+    close("o", to_numpy(o).astype(float), to_numpy(want).astype(float), 4e-3)
+    again = cuflash.attention(q, k, v, mask=mask, sink=sink)
+    assert (again == o).all()

@@ -136,3 +136,33 @@ def test_params_are_added_once(where: str, rng: np.random.Generator) -> None:
     close("dbias", grads.dbias, want, 1e-4 * np.abs(want).max())
     if where == "whole pass":
         assert np.isinf(grads.dv).any(), "the case is to leave float32"
+
+
+@pytest.mark.parametrize("layout", ["C", "F", "reversed", "half"])
+def test_tables_of_any_strides(layout: str, rng: np.random.Generator) -> None:
+    """A table with an axis of heads and two more, gathered and added to through positions."""
+    inputs = draw(rng)
+    values = rng.standard_normal((4, 9, 11)).astype(np.float32)
+    twice = np.repeat(values, 2, axis=2)
+    layouts = {
+        "C": values,
+        "F": np.asfortranarray(values),
+        "reversed": np.ascontiguousarray(values[:, ::-1])[:, ::-1],
+        "half": twice[:, :, ::2],
+    }
+    param = cuflash.Param(layouts[layout])
+    score = cuflash.Score(lambda x, b, h, q, k: x + param[h, q % 9, k % 11])
+    order = rng.permutation(600)
+    positions = order[:70].astype(np.int32), order.astype(np.int32)
+    bias = values[:, (positions[0] % 9)[:, None], positions[1] % 11][None]
+    results, grads = run(inputs, "float32", score=score, positions=positions)
+    expected, by_bias = run(inputs, "float32", bias=cuflash.Param(bias))
+    for name, value in results.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5)
+    dtable = np.zeros((4, 9, 11))
+    np.add.at(
+        dtable,
+        (slice(None), (positions[0] % 9)[:, None], positions[1] % 11),
+        np.asarray(by_bias.dbias, np.float64)[0],
+    )
+    np.testing.assert_allclose(grads.dparams[param], dtable, rtol=1e-4, atol=1e-4)
