@@ -172,12 +172,9 @@ def training(steps: int, label: str) -> Iterator[Callable[[Any], None]]:
             bar.update()
 
 
-def table(head: list[str], lines: list[list[str]], path: Path) -> None:
-    """Print a table in Markdown and write it, in a folder that is made if need be."""
-    page = "\n".join(f"| {' | '.join(x)} |" for x in [head, ["---"] * len(head), *lines])
-    print(f"\n{page}\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page + "\n")
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *lines])
 
 
 def find_gpu() -> Any:
