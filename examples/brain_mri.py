@@ -105,7 +105,10 @@ def run(xp: Any, size: dict, out: Path, seed: int = 0, nets: Any = NETS) -> dict
         volumes[label] = found
     lines = [[name, *(f"{each[i]:.3f}" for each in dice.values())] for i, name in enumerate(names)]
     lines.append(["mean", *(f"{each.mean():.3f}" for each in dice.values())])
-    nn.table(["Dice", *dice], lines, out / "brain-mri.md")
+    page = nn.table(["Dice", *dice], lines)
+    print(f"\n{page}\n")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "brain-mri.md").write_text(page + "\n")
     to_host = (lambda x: x) if xp is np else xp.asnumpy
     draw({name: to_host(volume) for name, volume in volumes.items()}, out / "brain-mri.png")
     if xp is not np:
