@@ -130,13 +130,14 @@ def test_tensor_core_tiles_do_not_spill(mask: str, head_dim: int) -> None:
         case = Case(mask=mask, dtype="bfloat16", **dims, **sizes)
         problem = problem_of(case, case.inputs())
         config = sm90.sm90_config(problem)
-        texts.append((f"{seqlen_k}", 90, source.text(config, launch.call_text(problem))))
+        text = source.text(config, launch.call_text(problem), False, ("MAIN",))
+        texts.append((f"{seqlen_k}", 90, text))
     for kernels in compile_all(texts).values():
         assert kernels["forward"].spills <= 200 and kernels["forward"].registers <= 168
 
 
-@pytest.mark.parametrize("score", ["softcap", "alibi", "bias", "chain-sink"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("score", ["bias", "chain-sink"])
+@pytest.mark.parametrize("head_dim", [64, 256])
 def test_tensor_cores_with_scores(score: str, head_dim: int) -> None:
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     case = Case(mask="local-global", score=score, dtype="float16", **dims)
