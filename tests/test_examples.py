@@ -112,3 +112,74 @@ def test_brain_512_at_a_small_size(tmp_path):
     found = brain_512.run(np, tmp_path, n=32, block=16, sample=8)
     assert max(found[name] for name in ("o", "dq", "dk", "dv")) < 2e-3  # float16
     assert found["peak"] > 7 * 32**3 * 32 * 2
+
+
+def test_long_document(tmp_path, capsys, monkeypatch):
+    """Attention over whole articles finds sentences nearer to summaries that people wrote."""
+    import long_document
+    from threadpoolctl import threadpool_limits
+
+    for other in ("reads 2,048", "reads all, sees 512"):  # as good as all; a third of the time
+        monkeypatch.delitem(long_document.NETS, other)
+    with threadpool_limits(limits=1):  # as the script does
+        found = long_document.run(np, long_document.SMALL, tmp_path, seed=0)
+    rouge = {name: values.mean() for name, values in found["rouge"].items()}
+    whole = rouge["reads and sees all"]
+    assert whole > rouge["lead"] + 0.015  # three seeds: 0.022 to 0.032
+    assert whole > rouge["random"] + 0.025  # 0.034 to 0.045
+    assert whole > rouge["reads 512"] + 0.004  # 0.009 to 0.019
+    assert whole > rouge["no attention"] + 0.003  # 0.008 to 0.017
+    row = found["speed"][-1]
+    assert row["words"] == 8192
+    assert row["standard"][1] == pytest.approx(row["predicted"], rel=0.05)
+    assert row["standard"][1] > 30 * row["tiled"][1]
+    assert (tmp_path / "long-document.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| reads and sees all |" in capsys.readouterr().out
+
+
+def test_text_gradients_match_differences_and_standard_attention(rng):
+    """Every weight, through o and lse, against a central difference; both ways of attention."""
+    from text_data import FEATURES, Article
+    from text_net import Net, standard, tiled
+
+    size = {"heads": 2, "head_dim": 8, "head_dim_v": 4, "hidden": 6, "dtype": "float32"}
+    starts = np.cumsum([0, 3, 9, 1, 14, 6, 8])
+    n, chosen = int(starts[5]), np.array([0, 2, 3])  # the last sentence is not read
+    features = rng.standard_normal((starts[-1], FEATURES)).astype(np.float32)
+    ids = rng.integers(0, 20, (starts[-1], 2))
+    article = Article("", [], [], [], ids, starts, features, np.zeros(6))
+    assert article.within(n) == article.within(n + 7) == 5
+    dscores = rng.standard_normal(3).astype(np.float32)
+    for options in ({}, {"window": 8}):
+        net, gradients = Net(np, size, 20, 0, tiled, **options), {}
+        for weight in net.weights.values():
+            weight += (0.2 * rng.standard_normal(weight.shape)).astype(np.float32)
+        net.forward(article, chosen, 5)[1](dscores, gradients)
+        assert set(gradients) == set(net.weights)
+        for name, weight in net.weights.items():
+            before, ends = weight.copy(), []
+            direction = gradients[name] / np.linalg.norm(gradients[name])
+            for sign in (1, -1):
+                weight[...] = before + sign * 3e-3 * direction
+                ends.append(net.forward(article, chosen, 5)[0].astype(np.float64) @ dscores)
+            weight[...] = before
+            measured = (ends[0] - ends[1]) / 6e-3
+            assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
+    net, usual = Net(np, size, 20, 0, standard), {}
+    scores, pullback = net.forward(article, chosen, 5)
+    pullback(dscores, usual)
+    net.attend, ours = tiled, {}
+    same, pullback = net.forward(article, chosen, 5)
+    pullback(dscores, ours)
+    np.testing.assert_allclose(same, scores, atol=1e-5)
+    for name in usual:
+        np.testing.assert_allclose(ours[name], usual[name], atol=2e-5, err_msg=name)
+
+
+def test_rouge_l():
+    """By its definition, on cases counted by hand."""
+    from text_data import rouge_l
+
+    assert rouge_l("a b c d".split(), "a x c d y z".split()) == pytest.approx(0.6)
+    assert rouge_l("d c b a".split(), "a b c d".split()) == pytest.approx(0.25)
+    assert rouge_l([], ["a"]) == rouge_l(["b"], ["a"]) == 0
