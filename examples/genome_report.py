@@ -66,7 +66,10 @@ def draw(tracks: dict[str, Any], phase: Any, path: Path) -> None:
     style = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 2}
     axes.imshow(np.stack(list(tracks.values())), cmap=colours, **style)
     axes.set_yticks(range(len(tracks)), list(tracks))
-    axes.set(title="Between genes (grey), genes forward (blue) and reverse (red)", xlabel="base")
+    axes.set(
+        title="Between genes (grey), genes forward (blue) and reverse (red)",
+        xlabel="base, windows side by side",
+    )
     mask, order = pattern(16_384)
     for column, (name, positions) in enumerate(
         {"in place": None, "first": order.positions}.items()
@@ -74,7 +77,8 @@ def draw(tracks: dict[str, Any], phase: Any, path: Path) -> None:
         axes = mask.plot(
             16_384, positions=positions, tile=128, ax=figure.add_subplot(grid[1, column])
         )
-        axes.set_title(f"Key points {name}")
+        axes.get_legend().remove()
+        axes.set_title(f"Key points {name}: tiles computed")
     axes = figure.add_subplot(grid[1, 2])
     for head, values in enumerate(phase):
         axes.plot(range(3), values, "o-", label=f"head {head}")

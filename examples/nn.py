@@ -195,6 +195,5 @@ def start(description: str, run: Callable[..., Any], small: dict, full: dict) ->
     parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results")
     options = parser.parse_args()
     xp = np if options.small else find_gpu()
-    size = full if options.full or xp is not np else small
     with threadpool_limits(limits=1):  # a second BLAS thread waits long where others are at work
-        run(xp, size, options.out, options.seed)
+        run(xp, full if options.full or xp is not np else small, options.out, options.seed)

@@ -183,3 +183,62 @@ def test_rouge_l():
     assert rouge_l("a b c d".split(), "a x c d y z".split()) == pytest.approx(0.6)
     assert rouge_l("d c b a".split(), "a b c d".split()) == pytest.approx(0.25)
     assert rouge_l([], ["a"]) == rouge_l(["b"], ["a"]) == 0
+
+
+def test_genome(tmp_path, capsys):
+    """A base that sees its neighbourhood knows its strand, one that does not guesses."""
+    import genome
+
+    found = genome.run(np, genome.SMALL | {"timed": 8192}, tmp_path, seed=0)
+    held_out = {net: found[net]["E. coli, held out"] for net in genome.NETS}
+    for net in ("window", "window, key points"):
+        for mine, guess in zip(held_out[net], held_out["no attention"]):
+            assert mine > guess + 0.15  # three seeds: 0.22, F1 0.27
+        assert held_out[net][0] > 0.65
+    assert found["gain"]["in place"] < 2 < 20 < found["gain"]["first"] < found["gain"]["pairs"]
+    assert found["gain"]["measured"] > 1.3
+    assert (tmp_path / "genome.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| window, key points |" in capsys.readouterr().out
+
+
+def test_genome_gradients_match_differences(rng):
+    """Every weight of the net, what a codon's phase adds among them, by a central difference."""
+    import genome
+
+    size = {"length": 40, "window": 6, "every": 10, "layers": 2, "width": 6, "heads": 3}
+    net = genome.Net(np, size, 0, True)
+    for weight in net.weights.values():
+        weight *= 0.5
+        weight += (0.3 * rng.standard_normal(weight.shape)).astype(np.float32)
+    tokens, labels = rng.integers(0, 64, (2, 40)), rng.integers(0, 3, (2, 40))
+    _, gradients = net.step(tokens, labels)
+    assert set(gradients) == set(net.weights)
+    for name, weight in net.weights.items():
+        before, ends = weight.copy(), []
+        direction = gradients[name] / np.linalg.norm(gradients[name])
+        for sign in (1, -1):
+            weight[...] = before + sign * 1e-2 * direction
+            ends.append(float(net.step(tokens, labels)[0]))
+        weight[...] = before
+        measured = (ends[0] - ends[1]) / 2e-2
+        assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
+
+
+def test_layers_of_the_examples(rng):
+    """Norms and gelu: the pullback is the derivative; half precision keeps small gradients."""
+    import nn
+
+    x, dy, direction = (rng.standard_normal((3, 5)) for _ in range(3))
+    for layer in (nn.rmsnorm, nn.layernorm, nn.gelu):
+        ends = [(layer(x + sign * 1e-6 * direction)[0] * dy).sum() for sign in (1, -1)]
+        exact = (layer(x)[1](dy) * direction).sum()
+        assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(exact, rel=1e-6), layer.__name__
+    w = {"a_qkv": rng.standard_normal((8, 24)) / 3, "a_mix": rng.standard_normal((8, 8)) / 3}
+    w = {name: weight.astype(np.float32) for name, weight in w.items()}
+    x, dy = (rng.standard_normal((2, 9, 8)).astype(np.float32) for _ in range(2))
+    whole, half = {}, {}
+    dx = nn.attention(w, "a", x, heads=2)[1](1e-9 * dy, whole)
+    other = nn.attention(w, "a", x, heads=2, dtype=np.float16)[1](1e-9 * dy, half)
+    np.testing.assert_allclose(other, dx, atol=5e-3 * abs(dx).max())
+    for name in whole:
+        np.testing.assert_allclose(half[name], whole[name], atol=5e-3 * abs(whole[name]).max())
