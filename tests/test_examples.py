@@ -176,6 +176,31 @@ def test_text_gradients_match_differences_and_standard_attention(rng):
         np.testing.assert_allclose(ours[name], usual[name], atol=2e-5, err_msg=name)
 
 
+def test_text_gradients_in_float16(rng):
+    """As a GPU computes them: gradients that float16 itself would lose; both ways of attention."""
+    from text_data import FEATURES, Article
+    from text_net import Net, standard, tiled
+
+    size = {"heads": 2, "head_dim": 16, "head_dim_v": 8, "hidden": 8}
+    starts = np.arange(0, 301, 20)
+    features = rng.standard_normal((300, FEATURES)).astype(np.float32)
+    article = Article("", [], [], [], rng.integers(0, 40, (300, 2)), starts, features, np.zeros(15))
+    chosen, dscores = np.arange(15), rng.standard_normal(15).astype(np.float32)
+    net, exact = Net(np, size | {"dtype": "float32"}, 40, 0, tiled), {}
+    scores, pullback = net.forward(article, chosen, 15)
+    pullback(dscores, exact)
+    net.size = size | {"dtype": "float16"}
+    for net.attend in (tiled, standard):
+        close, pullback = net.forward(article, chosen, 15)
+        np.testing.assert_allclose(close, scores, atol=5e-3)
+        for small in (1, 1e-8):
+            found: dict = {}
+            pullback(np.float32(small) * dscores, found)
+            for name, gradient in exact.items():
+                error = np.linalg.norm(found[name] / small - gradient)
+                assert error < 0.01 * np.linalg.norm(gradient), (net.attend, small, name)
+
+
 def test_rouge_l():
     """By its definition, on cases counted by hand."""
     from text_data import rouge_l
