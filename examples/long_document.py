@@ -118,7 +118,7 @@ def speed(xp: Any, net: Net, article: Article) -> list[dict[str, Any]]:
     for context in (512, 2048, LONGEST):
         sentences = article.within(context)
         model = cuflash.memory(seqlen=context, **dims)
-        row = {"words": context, "predicted": model.standard_backward}
+        row: dict[str, Any] = {"words": context, "predicted": model.standard_backward}
 
         def step(count: int = sentences) -> None:
             scores, pullback = net.forward(article, np.arange(count), count)
