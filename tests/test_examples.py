@@ -254,6 +254,23 @@ def test_genome_gradients_match_differences(rng):
         assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
 
 
+def test_genome_is_seen_by_place(rng):
+    """With key points stored first, a base still reaches its neighbours along the genome alone."""
+    import genome
+
+    size = {"length": 60, "window": 4, "every": 20, "layers": 1, "width": 6, "heads": 3}
+    net = genome.Net(np, size, 0, True)
+    net.weights["out"] += rng.standard_normal((6, 3)).astype(np.float32)
+    tokens = rng.integers(0, 64, (1, 60))
+    place, keys = np.arange(60), np.arange(60) % 20 == 10
+    for at in (0, 10, 25, 59):  # 10 is a key point
+        other = tokens.copy()
+        other[0, at] ^= 21
+        both = [net.order.undo(net.forward(x)[0], axis=1)[0] for x in (tokens, other)]
+        reached = (abs(place - at) <= 4) | keys | keys[at]
+        np.testing.assert_array_equal((both[0] != both[1]).any(axis=1), reached)
+
+
 def test_layers_of_the_examples(rng):
     """Norms and gelu: the pullback is the derivative; half precision keeps small gradients."""
     import nn
