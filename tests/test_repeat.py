@@ -138,6 +138,28 @@ def test_the_argument_is_the_same(
             assert set(different) <= allowed
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_first_call_allocates_no_more_than_a_later_one(
+    dtype: str, launched: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def empty(self: Fake, *what: Any) -> Any:
+        made.append(what)
+        return on_gpu(*what[:2])
+
+    monkeypatch.setattr(Fake, "empty", empty)
+    q = on_gpu((3, 80, 4, 64), dtype)
+    by_call = []
+    for _ in range(2):
+        o, lse = cuflash.attention(q, q, q, return_lse=True)
+        cuflash.attention_backward(q, q, q, q, o, lse)
+        by_call.append(made[:])
+        made.clear()
+    assert len(repeat._repeats) == 2 and len(by_call[0]) > 5  # o, lse, dq, dk, dv, workspaces
+    assert by_call[0] == by_call[1]
+
+
 def test_what_is_known_apart(launched: list[bytes]) -> None:
     q = on_gpu((1, 64, 2, 64))
     for other in (
