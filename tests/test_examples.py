@@ -25,6 +25,19 @@ def one_blas_thread():
         yield
 
 
+def check_gradients(net, gradients, loss, step):
+    """Central differences: along its gradient, each weight moves loss(net) by the gradient's norm."""
+    assert set(gradients) == set(net.weights)
+    for name, weight in net.weights.items():
+        norm = np.linalg.norm(gradients[name])
+        before, ends = weight.copy(), []
+        for sign in (1, -1):
+            weight[...] = before + sign * step * (gradients[name] / norm)
+            ends.append(float(loss(net)))
+        weight[...] = before
+        assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(norm, rel=0.03), name
+
+
 def test_what_is_saved(tmp_path, monkeypatch):
     """Memory of both ways is as cuflash.memory predicts; a sparse mask pays by its tiles."""
     import what_is_saved
@@ -86,16 +99,11 @@ def test_brain_gradients_match_differences(rng):
     image = rng.standard_normal(size["grid"]).astype(np.float32)
     dscores = rng.standard_normal((96, 8, LOBES)).astype(np.float32)
     gradients = net.forward(image)[1](dscores)
-    assert set(gradients) == set(net.weights)
-    for name, weight in net.weights.items():
-        before, ends = weight.copy(), []
-        direction = gradients[name] / np.linalg.norm(gradients[name])
-        for sign in (1, -1):
-            weight[...] = before + sign * 3e-3 * direction
-            ends.append((net.forward(image)[0].astype(np.float64) * dscores).sum())
-        weight[...] = before
-        measured = (ends[0] - ends[1]) / 6e-3
-        assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
+
+    def loss(net):
+        return (net.forward(image)[0].astype(np.float64) * dscores).sum()
+
+    check_gradients(net, gradients, loss, 3e-3)
 
 
 def test_brain_volume_as_cubes_and_back(rng):
@@ -155,21 +163,16 @@ def test_text_gradients_match_differences_and_standard_attention(rng):
     article = Article("", [], [], [], ids, starts, features, np.zeros(6))
     assert article.within(n) == article.within(n + 7) == 5
     dscores = rng.standard_normal(3).astype(np.float32)
+
+    def loss(net):
+        return net.forward(article, chosen, 5)[0].astype(np.float64) @ dscores
+
     for options in ({}, {"window": 8}):
         net, gradients = Net(np, size, 20, 0, tiled, **options), {}
         for weight in net.weights.values():
             weight += (0.2 * rng.standard_normal(weight.shape)).astype(np.float32)
         net.forward(article, chosen, 5)[1](dscores, gradients)
-        assert set(gradients) == set(net.weights)
-        for name, weight in net.weights.items():
-            before, ends = weight.copy(), []
-            direction = gradients[name] / np.linalg.norm(gradients[name])
-            for sign in (1, -1):
-                weight[...] = before + sign * 3e-3 * direction
-                ends.append(net.forward(article, chosen, 5)[0].astype(np.float64) @ dscores)
-            weight[...] = before
-            measured = (ends[0] - ends[1]) / 6e-3
-            assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
+        check_gradients(net, gradients, loss, 3e-3)
     net, usual = Net(np, size, 20, 0, standard), {}
     scores, pullback = net.forward(article, chosen, 5)
     pullback(dscores, usual)
@@ -242,16 +245,7 @@ def test_genome_gradients_match_differences(rng):
         weight += (0.3 * rng.standard_normal(weight.shape)).astype(np.float32)
     tokens, labels = rng.integers(0, 64, (2, 40)), rng.integers(0, 3, (2, 40))
     _, gradients = net.step(tokens, labels)
-    assert set(gradients) == set(net.weights)
-    for name, weight in net.weights.items():
-        before, ends = weight.copy(), []
-        direction = gradients[name] / np.linalg.norm(gradients[name])
-        for sign in (1, -1):
-            weight[...] = before + sign * 1e-2 * direction
-            ends.append(float(net.step(tokens, labels)[0]))
-        weight[...] = before
-        measured = (ends[0] - ends[1]) / 2e-2
-        assert measured == pytest.approx(np.linalg.norm(gradients[name]), rel=0.03), name
+    check_gradients(net, gradients, lambda net: net.step(tokens, labels)[0], 1e-2)
 
 
 def test_genome_is_seen_by_place(rng):
