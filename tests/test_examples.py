@@ -26,7 +26,7 @@ def one_blas_thread():
 
 
 def check_gradients(net, gradients, loss, step):
-    """Central differences: along its gradient, each weight moves loss(net) by the gradient's norm."""
+    """Central differences: along its gradient, a weight moves loss(net) by the gradient's norm."""
     assert set(gradients) == set(net.weights)
     for name, weight in net.weights.items():
         norm = np.linalg.norm(gradients[name])
