@@ -16,7 +16,7 @@ from cuflash import sm90
 from cuflash.arrays import View
 from cuflash.arrays.base import CPU
 from cuflash.expr.expression import Expression
-from cuflash.expr.interval import row_ends, row_interval
+from cuflash.expr.interval import row_interval
 from cuflash.gpu import tensor_map, wgmma
 
 INTERVALS = {"causal", "top-left", "window", "window-left", "prefix", "intervals", "nothing"}
@@ -25,17 +25,16 @@ INTERVALS = {"causal", "top-left", "window", "window-left", "prefix", "intervals
 def ends_of(problem: Any, b: int, row: int) -> tuple[int, int] | None:
     """The interval of a query, by evaluating the printed ends in Python."""
     mask = problem.mask
-    needed = row_interval(mask.root)
-    if needed is None:
+    found = row_interval(mask.root)
+    if found is None:
         return None
+    ends, read = found
     env = {"b": b, "h": 0, "q": row + problem.q_offset, "row": row}
-    parts = [Expression(node) for node in needed]
+    parts = [Expression(node) for node in read]
     loaded = [[mask.arrays[mask.slot(each)].array for each in part.arrays] for part in parts]
-    values = iter([int(part.evaluate(env, arrays)) for part, arrays in zip(parts, loaded)])
-    ends = row_ends(mask.root, lambda node: str(next(values)))
-    assert ends is not None
-    first = -(1 << 62) if ends.first is None else python(ends.first)
-    return first, 1 << 62 if ends.end is None else python(ends.end)
+    values = [int(part.evaluate(env, arrays)) for part, arrays in zip(parts, loaded)]
+    first = -(1 << 62) if ends.first is None else python(ends.first.format(*values))
+    return first, 1 << 62 if ends.end is None else python(ends.end.format(*values))
 
 
 def python(text: str) -> int:

@@ -7,7 +7,6 @@ does not depend on the key, joined by and, or, not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from cuflash.expr.nodes import Node
@@ -25,36 +24,30 @@ _ALL, _NONE = "(1ll << 62)", "(-1ll << 62)"
 
 
 class Ends(NamedTuple):
-    """The first attended column and the one after the last, as CUDA text; None: no such end."""
+    """The first attended column and the one after the last, as CUDA text; None: no such end.
+
+    {0}, {1}, ... in a text stand for the nodes that it reads; none of them reads the key index.
+    """
 
     first: str | None
     end: str | None
 
 
-def row_interval(root: Node) -> list[Node] | None:
-    """The nodes that the ends of a query's interval need, None where its keys are not one."""
-    needed: list[Node] = []
-
-    def name(node: Node) -> str:
-        needed.append(node)
-        return ""
-
-    return None if row_ends(root, name) is None else needed
+def row_interval(root: Node) -> tuple[Ends, list[Node]] | None:
+    """The ends of a query's interval and the nodes they read, None where its keys are not one."""
+    read: list[Node] = []
+    ends = _ends(root, False, read)
+    return None if ends is None else (ends, read)
 
 
-def row_ends(root: Node, name: Callable[[Node], str]) -> Ends | None:
-    """The ends of a query's interval; `name` gives the text of a node without the key index."""
-    return _ends(root, False, name)
-
-
-def _ends(node: Node, negate: bool, name: Callable[[Node], str]) -> Ends | None:
+def _ends(node: Node, negate: bool, read: list[Node]) -> Ends | None:
     if not _reads_key(node):
         yes, no = (_NONE, _ALL) if negate else (_ALL, _NONE)
-        return Ends(None, f"({name(node)} ? {yes} : {no})")
+        return Ends(None, f"({_placeholder(node, read)} ? {yes} : {no})")
     if node.op == "not":
-        return _ends(node.args[0], not negate, name)
+        return _ends(node.args[0], not negate, read)
     if node.op in ("and", "or"):
-        parts = [_ends(arg, negate, name) for arg in node.args]
+        parts = [_ends(arg, negate, read) for arg in node.args]
         if any(part is None for part in parts):
             return None
         joined = _intersect if (node.op == "and") != negate else _unite
@@ -67,10 +60,15 @@ def _ends(node: Node, negate: bool, name: Callable[[Node], str]) -> Ends | None:
     if not _is_key(left) or _reads_key(right):
         return None
     op = _NEGATED[op] if negate else op
-    bound = f"(long long)({name(right)})"
+    bound = f"(long long)({_placeholder(right, read)})"
     if op in ("less", "less_equal"):
         return Ends(None, bound if op == "less" else f"({bound} + 1)")
     return Ends(bound if op == "greater_equal" else f"({bound} + 1)", None)
+
+
+def _placeholder(node: Node, read: list[Node]) -> str:
+    read.append(node)
+    return f"{{{len(read) - 1}}}"
 
 
 def _intersect(a: Ends, b: Ends) -> Ends:

@@ -25,7 +25,7 @@ from cuflash.expr.bounds import SIDE, Bounds, Table
 from cuflash.expr.cuda import Printer, TableRows, Word, logical_indices, pack_words
 from cuflash.expr.derivative import derivatives, param_loads
 from cuflash.expr.expression import Expression, ordered
-from cuflash.expr.interval import row_ends, row_interval
+from cuflash.expr.interval import row_interval
 from cuflash.expr.nodes import Node, variable
 
 INLINE_LINES = 24  # statements of a mask that are copied to where they are used
@@ -164,9 +164,8 @@ def _mask(mask: Expression, bounds: Bounds, printer: Printer) -> list[str]:
 
 
 def _interval(mask: Expression, printer: Printer) -> list[str]:
-    lines, texts = printer.body(row_interval(mask.root) or [])
-    names = iter(texts)
-    ends = row_ends(mask.root, lambda node: next(names, ""))
+    ends, read = row_interval(mask.root) or (None, [])
+    lines, names = printer.body(read)
     is_interval, has_first = ends is not None, ends is not None and ends.first is not None
     parts = [
         f"constexpr bool MASK_IS_INTERVAL = {str(is_interval).lower()};",
@@ -176,7 +175,8 @@ def _interval(mask: Expression, printer: Printer) -> list[str]:
     ]
     if ends is None:
         return [*parts, "}"]
-    assigned = [f"  {name} = {end};" for name, end in zip(("from", "to"), ends) if end is not None]
+    given = [(name, end) for name, end in zip(("from", "to"), ends) if end is not None]
+    assigned = [f"  {name} = {end.format(*names)};" for name, end in given]
     return [*parts, *logical_indices("row_at", "0"), *lines, *assigned, "}"]
 
 
