@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from cuflash import arrays, cpu, family
+from cuflash import arrays, cpu, family, sm90
 from cuflash.arrays import View
 from cuflash.expr.bounds import TileMask
 from cuflash.expr.nodes import Param
@@ -66,9 +66,9 @@ class Call:
 
     def step(self, backward: bool, with_lse: bool) -> Pass:
         """The pass of this call's arrays."""
-        inputs = (self.views[name] for name in "qkv")
-        is_readable = self.problem.dtype not in ("float16", "bfloat16") or all(
-            map(tensor_map.is_readable, inputs)
+        read = ("q", "k", "v", "o", "do") if backward else ("q", "k", "v")
+        is_readable = self.problem.dtype not in sm90.DTYPES or all(
+            tensor_map.is_readable(self.views[name]) for name in read if name in self.views
         )
         return self.prepared.step(backward, with_lse, is_readable)
 

@@ -24,8 +24,7 @@ class Config:
 
     Each family adds its own fields, `shared_bytes` and `threads`.
 
-    block_q, block_k : tokens of a tile of scores; the kernel of dk and dv, which owns keys and has
-        queries pass, swaps the two
+    block_q, block_k : tokens of a tile of scores
     blocks_per_sm : blocks that an SM must be able to hold; it caps the registers of a thread
     """
 
@@ -41,6 +40,23 @@ class Config:
     stays = False  # whether a block works one owned tile after the other
 
     @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels that do the work, in their order."""
+        return ("forward",) if self.kernel == "forward" else ("delta", "dk_dv", "dq")
+
+    @property
+    def tiles(self) -> dict[str, tuple[int, int]]:
+        """Of the kernels that own tiles: queries and keys of a tile of scores."""
+        if self.kernel == "forward":
+            return {"forward": (self.block_q, self.block_k)}
+        return {"dq": (self.block_q, self.block_k), "dk_dv": (self.block_k, self.block_q)}
+
+    @property
+    def rows_a_warp(self) -> dict[str, int]:
+        """Of the kernels that own no tiles: queries that a warp does at a time."""
+        return {"delta": 1}
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         raise NotImplementedError
@@ -53,14 +69,23 @@ class Config:
     @property
     def partial_numbers(self) -> int:
         """Numbers in the type of the sums that a block leaves of a tile that others share."""
-        row = 2 if self.kernel == "forward" else self.head_dim  # maximum and sum, or dk beside dv
-        return self.block_q * (self.head_dim_v + row)
+        if self.kernel == "forward":  # o, maximum and sum
+            return self.block_q * (self.head_dim_v + 2)
+        own_k, own_q = self.tiles["dk_dv"][1], self.tiles.get("dq", (0, 0))[0]
+        return max(own_k * (self.head_dim_v + self.head_dim), own_q * self.head_dim)
 
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
         fields = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
+        tiles = self.tiles
+        owned = tiles.get("forward") or tiles.get("dq") or (self.block_q, self.block_k)
+        passing = tiles.get("dk_dv", owned)
         return {
             **fields,
+            "own_q": owned[0],
+            "stream_k": owned[1],
+            "stream_q": passing[0],
+            "own_k": passing[1],
             "threads": self.threads,
             "shared_bytes": self.shared_bytes,
             "partial_numbers": self.partial_numbers,

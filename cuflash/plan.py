@@ -35,7 +35,7 @@ def choose(
     kernel : "forward" or "backward"
     shared_limit : bytes of shared memory that a block may have; None looks the arch up
     family : force this family, or None
-    is_readable : whether Hopper's copy engine reads q, k and v in place
+    is_readable : whether Hopper's copy engine reads q, k and v (and o, do) in place
 
     Raises
     ------
@@ -48,11 +48,11 @@ def choose(
             f"GPU kernels need compute capability 7.5 or newer, this GPU has {arch / 10}"
         )
     limit = shared_limit_of(arch) if shared_limit is None else shared_limit
-    why_not = sm90.why_not(problem, kernel, arch, is_readable)
+    why_not = sm90.why_not(problem, arch, is_readable)
     if family == "sm90" and why_not is not None:
         raise Unsupported(why_not)
     if why_not is None and family != "simt":
-        return Plan(sm90.sm90_config(problem))
+        return Plan(sm90.sm90_config(problem, kernel))
     if why_not is None:
         why_not = "sm90: the simt family is forced"
     config = simt.simt_config(kernel, problem.dtype, problem.head_dim, problem.head_dim_v, limit)

@@ -93,7 +93,8 @@ class Repeat:
             for shape, dtype in self._specs
         ]
         views = step.named(list(call.views.values()), outputs, call.device)
-        self._views = {name: replace(views[name], owner=None) for name in "qkv"}
+        read = ("q", "k", "v", "do") if backward else ("q", "k", "v")  # the first arrays of a call
+        self._views = {name: replace(views[name], owner=None) for name in read}
         self._template = self._launch.params(views, ())
         self._head = len(self._launch.maps(views))
         self._number = self._head + offset_of("launch")
@@ -118,7 +119,7 @@ class Repeat:
             _WORD.pack_into(params, offset, pointer)
         _WORD.pack_into(params, self._number, next_number())
         if self._head:
-            params[: self._head] = self._maps_of(tuple(pointers[:3]))
+            params[: self._head] = self._maps_of(tuple(pointers[: len(self._views)]))
         return params
 
     def _maps_of(self, pointers: tuple[int, ...]) -> bytes:

@@ -11,23 +11,20 @@ from cuflash.expr.interval import row_interval
 from cuflash.problem import Problem
 
 PANEL = 64  # columns of a shared tile that the copy engine writes as one box
-_DTYPES = ("float16", "bfloat16")
+ROWS_STEP = 128  # numbers a query are padded to a multiple of it; of the tiles of queries too
+DTYPES = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Sm90Config(Config):
     """A Config of warp roles: one warpgroup loads, the others compute 64 rows each.
 
-    stages : key tiles, and value tiles, in shared memory at a time
-    pingpong : 1: two warpgroups take turns, the products of one run during the softmax of the other
-    lazy : a row's maximum is followed once it has grown by more than 2^lazy; -1 follows always
-    scale_first : 1: scores are scaled before their maximum is taken (a scale that is not positive)
+    stages : passing tiles, and those of the values or do beside them, in shared memory at a time
+    scale_first : 1: scores are scaled before anything else (a scale that is not positive)
     registers_load, registers_compute : of a thread of each role
     """
 
     stages: int
-    pingpong: int
-    lazy: int
     scale_first: int
     registers_load: int
     registers_compute: int
@@ -38,7 +35,7 @@ class Sm90Config(Config):
     @property
     def warpgroups(self) -> int:
         """Warpgroups that compute."""
-        return self.block_q // 64
+        raise NotImplementedError
 
     @property
     def threads(self) -> int:
@@ -46,15 +43,115 @@ class Sm90Config(Config):
         return 128 * (self.warpgroups + 1)
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
-        panels, panels_v = (math.ceil(n / PANEL) for n in (self.head_dim, self.head_dim_v))
-        rows = self.block_q * panels + self.stages * self.block_k * (panels + panels_v)
-        return rows * PANEL * 2 + 1024  # barriers and messages
+    def widths(self) -> tuple[int, int]:
+        """Columns in registers of results like q and k, and like v."""
+        return _round_up(self.head_dim, 32), _round_up(self.head_dim_v, 32)
+
+    @property
+    def boxes(self) -> dict[str, int]:
+        """By operand: tokens that the copy engine brings at a time; tiles are whole boxes."""
+        queries, keys = (math.gcd(*tokens) for tokens in zip(*self.tiles.values()))
+        return {"q": queries, "k": keys, "v": keys, "do": queries}
 
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
-        return {**super().constants(), "warpgroups": self.warpgroups}
+        return {
+            **super().constants(),
+            "warpgroups": self.warpgroups,
+            "panel": PANEL,
+            "width": self.widths[0],
+            "width_v": self.widths[1],
+            "box_q": self.boxes["q"],
+            "box_k": self.boxes["k"],
+        }
+
+    def _token_bytes(self) -> tuple[int, int]:
+        """Bytes in shared memory of a token of q or k, and of v or do."""
+        return 2 * _round_up(self.head_dim, PANEL), 2 * _round_up(self.head_dim_v, PANEL)
+
+
+@dataclass(frozen=True)
+class Sm90Forward(Sm90Config):
+    """Of the forward kernel.
+
+    pingpong : 1: two warpgroups take turns, the products of one run during the softmax of the other
+    lazy : a row's maximum is followed once it has grown by more than 2^lazy; -1 follows always
+    """
+
+    pingpong: int
+    lazy: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_q // 64
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
+        q_or_k, v = self._token_bytes()
+        tiles = self.block_q * q_or_k + self.stages * self.block_k * (q_or_k + v)
+        return tiles + 1024  # barriers and messages
+
+
+@dataclass(frozen=True)
+class Sm90Backward(Sm90Config):
+    """Of the backward kernels. block_q and block_k are those of dk_dv, which owns keys.
+
+    fused : 1: dk_dv sums dq too, by atomics; 0: a kernel of its own makes dq, in one order
+    paired : 1: two warpgroups share 64 keys, one makes dv and one dk
+    dq_block_q, dq_block_k, dq_stages, dq_stages_v : tile and stages of that kernel
+    """
+
+    fused: int
+    paired: int
+    dq_block_q: int
+    dq_block_k: int
+    dq_stages: int
+    dq_stages_v: int
+
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return 2
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels that do the work, in their order."""
+        return ("delta", "dk_dv", "round_dq" if self.fused else "dq")
+
+    @property
+    def tiles(self) -> dict[str, tuple[int, int]]:
+        """Of the kernels that own tiles: queries and keys of a tile of scores."""
+        dk_dv = {"dk_dv": (self.block_q, self.block_k)}
+        return dk_dv if self.fused else {**dk_dv, "dq": (self.dq_block_q, self.dq_block_k)}
+
+    @property
+    def rows_a_warp(self) -> dict[str, int]:
+        """Of the kernels that own no tiles: queries that a warp does at a time."""
+        lanes = 1 << (math.ceil(self.head_dim_v / 8) - 1).bit_length()  # 16 bytes of do each
+        return {"delta": 32 // lanes, "round_dq": 16}
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
+        q_or_k, v_or_do = self._token_bytes()
+        dk_dv = (self.block_k + self.stages * self.block_q) * (q_or_k + v_or_do)
+        dk_dv += self.stages * self.block_q * 8  # lse, delta
+        dk_dv += 4 * self.block_k * self.block_q * self.fused  # dS, twice
+        dk_dv += 256 * self.block_q * self.paired  # what the partner is given
+        dq = self.dq_block_q * (q_or_k + v_or_do)
+        dq += self.dq_block_k * (self.dq_stages * q_or_k + self.dq_stages_v * v_or_do)
+        return max(dk_dv, 0 if self.fused else dq) + 1024  # barriers and messages
+
+    def constants(self) -> dict[str, int]:
+        """The constants of `struct Config`."""
+        rows = {"delta_rows": self.rows_a_warp["delta"], "rows_step": ROWS_STEP}
+        return {**super().constants(), **rows}
+
+
+def _round_up(number: int, step: int) -> int:
+    return math.ceil(number / step) * step
 
 
 class _Tile(NamedTuple):
@@ -109,16 +206,35 @@ _TILES = {
 }
 
 
-def why_not(problem: Problem, kernel: str, arch: int, is_readable: bool) -> str | None:
+class _BackwardTile(NamedTuple):
+    """A row of the table of backward: head dims up to `widest`; `dq` is tile and stages of dq."""
+
+    widest: int
+    block_q: int
+    block_k: int
+    stages: int
+    fused: int
+    paired: int
+    dq: tuple[int, int, int, int]
+    registers: tuple[int, int] = (40, 232)
+
+
+_BACKWARD = (
+    _BackwardTile(64, 128, 128, 2, 1, 0, (128, 128, 2, 2)),
+    _BackwardTile(128, 64, 128, 2, 1, 0, (128, 128, 2, 2)),
+    _BackwardTile(192, 64, 64, 2, 0, 1, (128, 64, 2, 2)),
+    _BackwardTile(256, 64, 64, 2, 0, 1, (128, 64, 2, 1)),
+)
+
+
+def why_not(problem: Problem, arch: int, is_readable: bool) -> str | None:
     """Why the family does not take a pass of a problem; None if it does."""
     if arch != 90:
         return f"sm90: for compute capability 9.0, this GPU has {arch / 10}"
-    if kernel != "forward":
-        return "sm90: has a forward kernel only"
     if 0 in (problem.batch, problem.heads_q, problem.heads_k, problem.seqlen_q, problem.seqlen_k):
         return "sm90: there is nothing to compute"
-    if problem.dtype not in _DTYPES:
-        return f"sm90: for {' and '.join(_DTYPES)}, q is {problem.dtype}"
+    if problem.dtype not in DTYPES:
+        return f"sm90: for {' and '.join(DTYPES)}, q is {problem.dtype}"
     widest = max(problem.head_dim, problem.head_dim_v)
     if widest > 256:
         return f"sm90: for head dims up to 256, got {widest}"
@@ -129,15 +245,20 @@ def why_not(problem: Problem, kernel: str, arch: int, is_readable: bool) -> str 
         )
     if not is_readable:
         return (
-            "sm90: the copy engine cannot read q, k or v in place: it wants a start and steps that "
-            "are multiples of 16 bytes, no negative or zero steps, and head_dim contiguous"
+            "sm90: the copy engine cannot read q, k, v (or o, do) in place: it wants a start and "
+            "steps that are multiples of 16 bytes, no negative or zero steps, head_dim contiguous"
         )
     return None
 
 
-def sm90_config(problem: Problem) -> Sm90Config:
-    """The Config of a problem that the family takes."""
-    mask, dims = problem.mask, (problem.head_dim, problem.head_dim_v)
+def sm90_config(problem: Problem, kernel: str = "forward") -> Sm90Config:
+    """The Config of a pass of a problem that the family takes."""
+    dims = problem.head_dim, problem.head_dim_v
+    scale_first = not 2**-100 < problem.scale < 2**100
+    if kernel == "backward":
+        row = next(row for row in _BACKWARD if max(dims) <= row.widest)
+        return _backward(row, problem.dtype, *dims, scale_first, problem.deterministic)
+    mask = problem.mask
     kind = "nothing"
     if problem.score is not None or (mask is not None and row_interval(mask.root) is None):
         kind = "anything"
@@ -147,23 +268,25 @@ def sm90_config(problem: Problem) -> Sm90Config:
         row for row in _TILES[kind]
         if dims[0] <= row.widest and dims[1] <= row.widest_v and row.least <= problem.seqlen_k
     )  # fmt: skip
-    return _config(row, problem.dtype, *dims, not 2**-100 < problem.scale < 2**100)
+    return _forward(row, problem.dtype, *dims, scale_first)
 
 
 def widest_configs() -> list[Sm90Config]:
-    """Every row of the table, for each dtype, at its widest."""
-    return [
-        _config(row, dtype, row.widest, row.widest_v, False)
-        for rows in _TILES.values()
-        for row in rows
-        for dtype in _DTYPES
-    ]
+    """Every row of the tables, for each dtype, at its widest."""
+    configs: list[Sm90Config] = []
+    for dtype in DTYPES:
+        for tile in (tile for tiles in _TILES.values() for tile in tiles):
+            configs.append(_forward(tile, dtype, tile.widest, tile.widest_v, False))
+        for row in _BACKWARD:
+            for deterministic in {False, not row.fused}:
+                configs.append(_backward(row, dtype, row.widest, row.widest, False, deterministic))
+    return configs
 
 
-def _config(
+def _forward(
     row: _Tile, dtype: str, head_dim: int, head_dim_v: int, scale_first: bool
-) -> Sm90Config:
-    return Sm90Config(
+) -> Sm90Forward:
+    return Sm90Forward(
         kernel="forward",
         dtype=dtype,
         head_dim=head_dim,
@@ -174,6 +297,31 @@ def _config(
         stages=row.stages,
         pingpong=row.pingpong,
         lazy=row.lazy,
+        scale_first=int(scale_first),
+        registers_load=row.registers[0],
+        registers_compute=row.registers[1],
+    )
+
+
+def _backward(
+    row: _BackwardTile, dtype: str, head_dim: int, head_dim_v: int, scale_first: bool,
+    deterministic: bool,
+) -> Sm90Backward:  # fmt: skip
+    return Sm90Backward(
+        kernel="backward",
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_q=row.block_q,
+        block_k=row.block_k,
+        blocks_per_sm=1,
+        stages=row.stages,
+        fused=int(row.fused and not deterministic),
+        paired=row.paired,
+        dq_block_q=row.dq[0],
+        dq_block_k=row.dq[1],
+        dq_stages=row.dq[2],
+        dq_stages_v=row.dq[3],
         scale_first=int(scale_first),
         registers_load=row.registers[0],
         registers_compute=row.registers[1],

@@ -5,7 +5,8 @@
 using Accumulation = decltype(widen(Config::dtype{}));  // float, or double for float64
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr double EXACT_LOG2_E = 1.4426950408889634;
+constexpr float LOG2_E = float(EXACT_LOG2_E), LN_2 = 0.6931471805599453f;
 
 template <class Number = Accumulation>
 __device__ __forceinline__ Number negative_infinity() {

@@ -24,18 +24,21 @@ struct alignas(64) TensorMap {
 struct Params {
 #if HAS_TENSOR_MAPS
   TensorMap map_q, map_k, map_v;
+#if IS_BACKWARD
+  TensorMap map_do;
+#endif
 #endif
   Tensor q, k, v, o;
   Rows lse;
   Tensor do_, dq, dk, dv;  // backward only; `do` alone is a C++ keyword
-  Rows dlse, delta;
+  Rows dlse, delta, lse2;  // lse2 = lse * log2(e), of the sm90 family
   // Addresses of the work lists and of the results of split tiles, and how many of these fit in;
   // 0 where there are none (order.cuh).
   long long order_q, order_k, partials, slots;
   // Addresses of the sums for gradients of parameters and of their greatest values (gradients.cuh).
   long long sums, maxima;
-  // Address of the state of turns.cuh.
-  long long turns;
+  // Address of the state of turns.cuh; of the sums that become dq (sm90/rows.cuh).
+  long long turns, dq_sums;
   long long batch, heads_q, heads_k, seqlen_q, seqlen_k;
   long long q_offset;  // the logical index of query row r is r + q_offset; of key column c it is c
   long long group;  // heads whose keys and values fit into the L2 cache together

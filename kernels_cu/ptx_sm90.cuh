@@ -47,6 +47,15 @@ __device__ __forceinline__ void cp_async_bulk_tensor_4d(
       "l"(tensor_map), "r"(shared_address(barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
       : "memory");
 }
+// The same of bytes that follow each other, a multiple of 16 (PTX ISA 9.7.9.25.4.1, cp.async.bulk).
+__device__ __forceinline__ void cp_async_bulk(
+    void* to, const void* from, int bytes, unsigned long long* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const void* tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
 }
@@ -83,6 +92,33 @@ __device__ __forceinline__ void wgmma_wait_group() {
 
 __device__ __forceinline__ void fence_acq_rel_cta() {
   asm volatile("fence.acq_rel.cta;" ::: "memory");
+}
+
+// Reads and writes of these registers stay on their side of this line.
+template <int N>
+__device__ __forceinline__ void hold(float (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+
+// What this thread has written to shared memory is there for wgmma, behind the next barrier.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// PTX ISA 9.7.9.17 (stmatrix): four 8 x 8 blocks of 16-bit numbers; lane n brings the address of row
+// n % 8 of block n / 8.
+__device__ __forceinline__ void stmatrix_x4(SharedAddress row, const unsigned* pairs) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+               : "memory");
+}
+
+// PTX ISA 9.7.13.7 (red): adds four numbers that lie side by side in global memory.
+__device__ __forceinline__ void red_add_v4_f32(float* at, const float* x) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
 }
 
 __device__ __forceinline__ void st_shared_if_negative(SharedAddress at, float number) {

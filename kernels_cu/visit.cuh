@@ -71,7 +71,7 @@ class Walk {
     if (tile >= tiles_) return false;
     partly = state_of(tile) == PARTLY;
     return true;
-#endif
+#else
 #if HAS_ORDER
     if (visits_.left == 0) return false;
 #endif
@@ -97,6 +97,7 @@ class Walk {
     --visits_.left;
 #endif
     return true;
+#endif
   }
 
  private:

@@ -53,7 +53,7 @@ def options_of(text: str) -> tuple[str, ...]:
 def named(config: Config) -> str:
     return (
         f"{config.kernel} {config.family} {config.dtype} d {config.head_dim} "
-        f"tile {config.block_q}x{config.block_k} shared {config.shared_bytes}"
+        f"tile {config.block_q}x{config.block_k} shared {config.shared_bytes} {config.kernels}"
     )
 
 
@@ -67,16 +67,15 @@ def test_every_row_compiles(arch: int) -> None:
         by_row.setdefault(row, []).append(config)
     configs = [row[(turn + at) % len(row)] for at, row in enumerate(by_row.values())]
     results = compile_all([(named(config), arch, source.text(config)) for config in configs])
-    for (name, _), kernels in results.items():
-        assert set(kernels) == set(schedule.KERNELS[name.split()[0]])
-    for config in configs:
+    for config, kernels in zip(configs, results.values(), strict=True):
+        assert set(kernels) == set(config.kernels)
         assert config.shared_bytes <= shared_limit_of(arch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tuned_tiles_do_not_spill(head_dim: int) -> None:
     texts = []
-    for kernel in schedule.KERNELS:
+    for kernel in ("forward", "backward"):
         for dtype in ("float32", "bfloat16"):
             limit = shared_limit_of(90)
             config = simt.simt_config(kernel, dtype, head_dim, head_dim, limit)
@@ -94,7 +93,7 @@ def test_with_a_mask(arch: int, mask: str) -> None:
     assert text is not None
     configs = [
         simt.simt_config(kernel, "float16", 64, 64, shared_limit_of(arch))
-        for kernel in schedule.KERNELS
+        for kernel in ("forward", "backward")
     ]
     results = compile_all([(named(each), arch, source.text(each, text)) for each in configs])
     for kernels in results.values():
@@ -110,7 +109,7 @@ def test_with_everything(arch: int) -> None:
     assert text is not None and text.has_order and text.has_dsink and len(text.params) == 3
     configs = [
         simt.simt_config(kernel, "float16", 64, 64, shared_limit_of(arch))
-        for kernel in schedule.KERNELS
+        for kernel in ("forward", "backward")
     ]
     texts = [
         (named(each), arch, source.text(each, text, problem.deterministic)) for each in configs
@@ -136,17 +135,37 @@ def test_tensor_core_tiles_do_not_spill(mask: str, head_dim: int) -> None:
         assert kernels["forward"].spills <= 200 and kernels["forward"].registers <= 168
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_tensor_core_gradients_do_not_spill(mask: str, head_dim: int) -> None:
+    texts = []
+    for is_deterministic in (False, True):
+        dims = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_k": 300}
+        case = Case(mask=mask, dtype="bfloat16", **dims)
+        problem = replace(problem_of(case, case.inputs()), deterministic=is_deterministic)
+        config = sm90.sm90_config(problem, "backward")
+        for part in ("MAIN", "DK_DV"):
+            text = source.text(config, launch.call_text(problem), is_deterministic, (part,))
+            texts.append((f"{part} {is_deterministic}", 90, text))
+    for kernels in compile_all(texts).values():
+        for name in {"dk_dv", "dq"} & set(kernels):
+            assert kernels[name].spills <= 100 and kernels[name].registers <= 168, kernels
+
+
 @pytest.mark.parametrize("score", ["bias", "chain-sink"])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_tensor_cores_with_scores(score: str, head_dim: int) -> None:
+@pytest.mark.parametrize("kernel", ["forward", "backward"])
+def test_tensor_cores_with_scores(kernel: str, score: str, head_dim: int) -> None:
     dims = {"head_dim": head_dim, "head_dim_v": head_dim}
     case = Case(mask="local-global", score=score, dtype="float16", **dims)
     problem = problem_of(case, case.inputs())
-    text, config = launch.call_text(problem), sm90.sm90_config(problem)
-    parts = schedule.parts(config, text, False)
-    texts = [(part, 90, source.text(config, text, False, (part,))) for part in parts]
-    for (part, _), kernels in compile_all(texts).items():
-        assert set(kernels) == set(parts[part])
+    for is_deterministic in (False, True)[: 2 if kernel == "backward" else 1]:
+        problem = replace(problem, deterministic=is_deterministic)
+        text, config = launch.call_text(problem), sm90.sm90_config(problem, kernel)
+        parts = schedule.parts(config, text, is_deterministic)
+        texts = [(part, 90, source.text(config, text, is_deterministic, (part,))) for part in parts]
+        for (part, _), kernels in compile_all(texts).items():
+            assert set(kernels) == set(parts[part])
 
 
 def test_a_wrong_text_names_its_file_and_line() -> None:

@@ -20,20 +20,27 @@ from cuflash.expr.text import CallText, emit
 from cuflash.gpu import module, schedule, source, tensor_map
 from cuflash.plan import choose
 from cuflash.problem import Problem
+from cuflash.sm90 import PANEL, Sm90Config
 
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
 FIELDS = (
-    *("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta"),
-    *("order_q", "order_k", "partials", "slots", "sums", "maxima", "turns"),
+    *("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv", "dlse", "delta", "lse2"),
+    *("order_q", "order_k", "partials", "slots", "sums", "maxima", "turns", "dq_sums"),
     *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset"),
     *("group", "launch", "scale", "words"),
 )
-ROWS = ("lse", "dlse", "delta")  # (batch, heads_q, seqlen_q); the other views have four axes
+ROWS = (
+    "lse",
+    "dlse",
+    "delta",
+    "lse2",
+)  # (batch, heads_q, seqlen_q); the other views have four axes
 
-_ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:11]}
+_VIEWS = FIELDS.index("order_q")  # as many views lead them
+_ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:_VIEWS]}
 _numbers = itertools.count(random.SystemRandom().getrandbits(61) | 1)  # of launches (turns.cuh)
 _MAX_PARAMS = 4096  # bytes that a kernel may be passed
-_MAX_WORDS = _MAX_PARAMS - 3 * tensor_map.BYTES - 64
+_MAX_WORDS = _MAX_PARAMS - 4 * tensor_map.BYTES - 64
 
 
 class Launch:
@@ -79,15 +86,12 @@ class Launch:
         return self.maps(views) + pack(self._problem, views, words)
 
     def maps(self, views: Mapping[str, View]) -> bytes:
-        """What stands at the head of the sm90 family's argument: the tensor maps of q, k, v."""
+        """What stands at the head of the sm90 family's argument: tensor maps of q, k, v[, do]."""
         config = self._plan.config
-        if config.family != "sm90":
+        if not isinstance(config, Sm90Config):
             return b""
-        return (
-            tensor_map.encode(views["q"], config.block_q)
-            + tensor_map.encode(views["k"], config.block_k)
-            + tensor_map.encode(views["v"], config.block_k)
-        )
+        boxes = config.boxes.items()
+        return b"".join(tensor_map.encode(views[name], n) for name, n in boxes if name in views)
 
     def launch(self, params: bytes | bytearray, stream: int) -> None:
         """Launch the kernels with this argument."""
@@ -145,8 +149,13 @@ def workspaces(
     text = call_text(problem)
     specs = schedule.workspaces(config, problem, text, blocks)
     if config.kernel == "backward":
-        rows = problem.batch, problem.heads_q, problem.seqlen_q
+        rows = problem.batch, problem.heads_q, schedule.rows_of_head(config, problem)
         specs.append(("delta", rows, problem.accumulation))
+        if config.family == "sm90":
+            specs.append(("lse2", rows, "float32"))
+        if "round_dq" in config.kernels:
+            width = -(-config.head_dim // PANEL) * PANEL
+            specs.append(("dq_sums", (*rows, width), "float32"))
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs
@@ -158,7 +167,7 @@ def pack(problem: Problem, views: Mapping[str, View], words: Sequence[int] = ())
     for name, absent in _ABSENT.items():
         view = views.get(name)
         values += absent if view is None else (view.pointer, *view.strides)
-    for name in FIELDS[11:18]:
+    for name in FIELDS[_VIEWS : FIELDS.index("batch")]:
         view = views.get("partials" if name == "slots" else name)
         values.append(0 if view is None else view.shape[0] if name == "slots" else view.pointer)
     values += (
@@ -245,5 +254,5 @@ def _block() -> _Block:
 
 @cache
 def _layout(words: int) -> struct.Struct:
-    numbers = sum(map(len, _ABSENT.values())) + 15
+    numbers = sum(map(len, _ABSENT.values())) + 16
     return struct.Struct(f"<{numbers}qd{words}q")

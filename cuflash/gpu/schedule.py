@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cuflash.config import BUCKETS, LEAST_VISITS, SLOTS, Config
 from cuflash.problem import Problem
+from cuflash.sm90 import ROWS_STEP
 
 if TYPE_CHECKING:
     from cuflash.expr.text import CallText
 
-KERNELS = {"forward": ("forward",), "backward": ("delta", "dk_dv", "dq")}
-ORDER_KERNELS = {
-    "forward": ("count", "arrange", "combine"),
-    "backward": ("count", "arrange", "combine_dk_dv", "combine_dq"),
-}
+_LISTS = {"forward": "order_q", "dq": "order_q", "dk_dv": "order_k"}  # of kernels that own tiles
 
 _MAX_GRID = 2**31 - 1  # blocks of a one-dimensional grid; kernels loop over what is left
 _TABULATE_THREADS = 128
@@ -63,9 +60,8 @@ class WorkList:
 
 def parts(config: Config, text: CallText | None, deterministic: bool) -> dict[str, list[str]]:
     """The kernels of a text by the part that holds them; parts are compiled side by side."""
-    of_kernel = {"dk_dv": "DK_DV"}
-    for name in ORDER_KERNELS[config.kernel]:
-        of_kernel[name] = "COMBINE" if name.startswith("combine") else "ORDER"
+    of_kernel = {"dk_dv": "DK_DV", "count": "ORDER", "arrange": "ORDER"}
+    of_kernel |= dict.fromkeys(map(_combine, _LISTS), "COMBINE")
     result: dict[str, list[str]] = {}
     for name in kernels(config, text, deterministic):
         result.setdefault(of_kernel.get(name, "MAIN"), []).append(name)
@@ -74,10 +70,11 @@ def parts(config: Config, text: CallText | None, deterministic: bool) -> dict[st
 
 def kernels(config: Config, text: CallText | None, deterministic: bool) -> tuple[str, ...]:
     """Every kernel in a text; all are loaded, some problems launch fewer."""
-    names = KERNELS[config.kernel]
+    names = config.kernels
     if text is not None:
         names += ("tabulate",) * bool(text.tables)
-        names += ORDER_KERNELS[config.kernel] * text.has_order
+        if text.has_order:
+            names += ("count", "arrange", *map(_combine, config.tiles))
         if config.kernel == "backward":
             names += ("clear", "store_params") * bool(text.params)
             names += ("greatest",) * (bool(text.params) and deterministic)
@@ -108,11 +105,12 @@ def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) 
         add("count", max(each.rows for each in lists.values()))
         add("arrange", -(-BUCKETS // warps))
     owned = _owned_tiles(config, problem)
-    for kernel in KERNELS[config.kernel]:
-        if kernel == "delta":
-            add(kernel, -(-problem.batch * problem.heads_q * problem.seqlen_q // warps))
+    for kernel in config.kernels:
+        if kernel not in config.tiles:
+            rows = problem.batch * problem.heads_q * rows_of_head(config, problem)
+            add(kernel, -(-rows // (warps * config.rows_a_warp[kernel])))
             continue
-        name = "order_k" if kernel == "dk_dv" else "order_q"
+        name = _LISTS[kernel]
         grid = lists[name].blocks if name in lists else prod(owned[name][:2])
         if config.stays:
             grid = min(grid, blocks)
@@ -121,8 +119,8 @@ def steps(config: Config, problem: Problem, text: CallText | None, blocks: int) 
         add(kernel, grid, shared=config.shared_bytes)
         if name in lists:
             splits = lists[name].slots // 2 * lists[name].copies
-            combine = "combine" if config.kernel == "forward" else f"combine_{kernel}"
-            add(combine, min(-(-splits * config.block_q // warps), 4 * blocks))
+            tokens = splits * config.tiles[kernel][kernel == "dk_dv"]
+            add(_combine(kernel), min(-(-tokens // warps), 4 * blocks))
     if has_params:
         add("store_params", min(-(-param_elements(problem) // config.threads) + 1, 1024))
     if text is not None and text.has_dsink and config.kernel == "backward":
@@ -150,8 +148,8 @@ def workspaces(
     specs: list[tuple[str, tuple[int, ...], str]] = [
         (name, (each.words,), "int64") for name, each in lists.items()
     ]
-    heads, tiles, _ = _owned_tiles(config, problem)["order_q"]
-    if config.stays and (lists or heads * tiles > blocks):
+    most = max(heads * tiles for heads, tiles, _ in _owned_tiles(config, problem).values())
+    if config.stays and (lists or most > blocks):
         specs.append(("turns", (3,), "int64"))
     if text is not None and text.params and config.kernel == "backward":
         elements = max(1, param_elements(problem))
@@ -189,12 +187,25 @@ def work_lists(
     return result
 
 
+def rows_of_head(config: Config, problem: Problem) -> int:
+    """Queries of a head for which a backward pass has numbers: padded where a copy takes a tile."""
+    step = ROWS_STEP if config.family == "sm90" else 1
+    return -(-problem.seqlen_q // step) * step
+
+
+def _combine(kernel: str) -> str:
+    """The kernel that adds the segments of the tiles that `kernel` owns."""
+    return "combine" if kernel == "forward" else f"combine_{kernel}"
+
+
 def _owned_tiles(config: Config, problem: Problem) -> dict[str, tuple[int, int, int]]:
     """By list: heads that own tiles, tiles of each, visits of one tile at most."""
-    own_q, own_k = (-(-n // config.block_q) for n in (problem.seqlen_q, problem.seqlen_k))
-    pass_q, pass_k = (-(-n // config.block_k) for n in (problem.seqlen_q, problem.seqlen_k))
-    result = {"order_q": (problem.batch * problem.heads_q, own_q, pass_k)}
-    if config.kernel == "backward":
-        visits = pass_q * (problem.heads_q // max(problem.heads_k, 1))
-        result["order_k"] = problem.batch * problem.heads_k, own_k, visits
+    result = {}
+    for kernel, (block_q, block_k) in config.tiles.items():
+        tiles_q, tiles_k = -(-problem.seqlen_q // block_q), -(-problem.seqlen_k // block_k)
+        if kernel == "dk_dv":
+            visits = tiles_q * (problem.heads_q // max(problem.heads_k, 1))
+            result["order_k"] = problem.batch * problem.heads_k, tiles_k, visits
+        else:
+            result["order_q"] = problem.batch * problem.heads_q, tiles_q, tiles_k
     return result

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cuflash.expr.bounds import BOX_LIMIT
 from cuflash.expr.cuda import TABLE_BLOCK
 from cuflash.gpu import wgmma
-from cuflash.sm90 import Sm90Config
+from cuflash.sm90 import Sm90Backward, Sm90Config
 
 if TYPE_CHECKING:
     from cuflash.config import Config
@@ -74,6 +74,7 @@ def text(
     """
     seen: set[str] = set()
     has_params = call is not None and bool(call.params) and config.kernel == "backward"
+    is_fused = isinstance(config, Sm90Backward) and bool(config.fused)
     has_dsink = call is not None and call.has_dsink and config.kernel == "backward"
     switches = {
         "HAS_MASK": call is not None and call.has_mask,
@@ -83,11 +84,16 @@ def text(
         "HAS_PARAMS": has_params,
         "HAS_DSINK": has_dsink,
         "IS_DETERMINISTIC": has_params and deterministic,
+        "IS_BACKWARD": config.kernel == "backward",
         "HAS_TENSOR_MAPS": config.family == "sm90",
+        "IS_FUSED": is_fused,
         **{f"PART_{part}": part in parts_in for part in PARTS},
     }
     # ptxas serialises the wgmma instructions of a kernel that calls a function.
-    cold = "__forceinline__" if config.family == "sm90" and "MAIN" in parts_in else "__noinline__"
+    has_wgmma = config.family == "sm90" and (
+        "DK_DV" in parts_in or ("MAIN" in parts_in and not is_fused)
+    )
+    cold = "__forceinline__" if has_wgmma else "__noinline__"
     parts = [
         *(f"#define {name} {int(on)}\n" for name, on in switches.items()),
         f"#define COLD {cold}\n",

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from cuflash.arrays import View
+from cuflash.sm90 import PANEL  # a row of 128 bytes, the widest that a swizzle takes
 
 BYTES = 128
-PANEL = 64  # columns of a box: a row of 128 bytes, the widest that a swizzle takes
 
 _TYPES = {"float16": 6, "bfloat16": 9}  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTION_256B = 3, 3

@@ -12,9 +12,14 @@ _TYPES = {"float16": "f16", "bfloat16": "bf16"}
 
 
 def text(config: Sm90Config) -> str:
-    """The functions of a forward Config: scores of a tile, and weights times values."""
-    width_v = -(-config.head_dim_v // 32) * 32  # WIDTH_V in sm90/forward.cu
-    return ss(config.block_k, config.dtype) + rs(width_v, config.dtype)
+    """The functions of a Config: scores of a tile, sums of its results."""
+    width, width_v = config.widths
+    if config.kernel == "forward":
+        return ss(config.block_k, config.dtype) + rs(width_v, config.dtype)
+    passing = {tile[kernel == "dq"] for kernel, tile in config.tiles.items()}
+    functions = [ss(width, config.dtype) for width in sorted(passing)]
+    functions += [rs(width, config.dtype) for width in sorted({width, width_v})]
+    return "".join([*functions, ss_columns(config.dtype)])
 
 
 def ss(width: int, dtype: str) -> str:
@@ -25,6 +30,17 @@ def ss(width: int, dtype: str) -> str:
     return _function(
         f"wgmma_ss(float (&d)[{n}], unsigned long long a, unsigned long long b, int accumulate)",
         f"m64n{width}k16.f32.{_TYPES[dtype]}.{_TYPES[dtype]}", n, f"%{n}", ['"l"(a)'], "0, 0",
+    )  # fmt: skip
+
+
+def ss_columns(dtype: str) -> str:
+    """`wgmma_ss_columns(d, a, b, accumulate)`: d[64][64] = a^T b (+ d); a and b [16][64] in shared
+    memory, with the 64 along the rows of their tiles.
+    """  # fmt: skip
+    return _function(
+        "wgmma_ss_columns(float (&d)[32], unsigned long long a, unsigned long long b,"
+        " int accumulate)",
+        f"m64n64k16.f32.{_TYPES[dtype]}.{_TYPES[dtype]}", 32, "%32", ['"l"(a)'], "1, 1",
     )  # fmt: skip
 
 

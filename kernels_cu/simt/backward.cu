@@ -6,14 +6,6 @@
 // Dao 2023, arXiv:2307.08691, Algorithm 2; the formulas' numbers are those of cuflash/reference.py.
 #include "backward.cuh"
 
-// A call costs the fast path registers (dk_dv, bfloat16, head_dim 64 on sm_90: 308 bytes of spills
-// against 0), a copy in line costs time to compile: much, where the text of a mask or score is long.
-#if HAS_MASK || HAS_SCORE
-#define CAREFUL __noinline__
-#else
-#define CAREFUL __forceinline__
-#endif
-
 #if PART_MAIN
 // delta_i = <do_i, o_i> - dlse_i, a warp a row; 0 in a row that sees no key, whatever do and dlse
 // hold there.
@@ -88,7 +80,7 @@ __device__ __forceinline__ bool dk_dv_tile(const Params& p, Smem<false>& smem, I
   if (item.is_split()) {
     const Partial partial(p, item.slot);
     const Accumulation nan = negative_infinity() - negative_infinity();
-    store_chunks(partial.dq_or_dk(), 0, dk_acc, is_bad ? nan : scale);
+    store_chunks(partial.dk(), 0, dk_acc, is_bad ? nan : scale);
     store_chunks(partial.dv(), 0, dv_acc, is_bad ? nan : Accumulation(1));
     return true;
   }
@@ -136,87 +128,12 @@ __device__ __forceinline__ bool dq_tile(
   const Accumulation scale = Accumulation(p.scale);
   if (item.is_split()) {
     const Accumulation nan = negative_infinity() - negative_infinity();
-    store_chunks(Partial(p, item.slot).dq_or_dk(), 0, dq_acc, is_bad ? nan : scale);
+    store_chunks(Partial(p, item.slot).dq(), 0, dq_acc, is_bad ? nan : scale);
     return true;
   }
   if (is_bad) return false;
   store_chunks(KMatrix(p.dq, head.b, head.h, p.seqlen_q), row0, dq_acc, scale);
   return true;
-}
-
-// delta of a row, again in double where it left the type of the sums.
-__device__ __forceinline__ double careful_delta(const Params& p, const Head& head, long long row) {
-  const Accumulation stored = *row_address<Accumulation>(p.delta, head.b, head.h, row);
-  if (is_finite(stored)) return stored;
-  const VMatrix o_gmem(p.o, head.b, head.h, p.seqlen_q);
-  const double delta = careful_product(head.do_gmem, row, o_gmem, row, 1);
-  if (p.dlse.pointer == nullptr) return delta;
-  return delta - *row_address<Accumulation>(p.dlse, head.b, head.h, row);
-}
-
-// P and scale * dS of one pair, by the definition.
-struct CarefulPair {
-  double weight = 0, dx = 0;
-  bool attended;
-  __device__ CarefulPair(
-      const Params& p, const Head& head, long long row, long long column, bool allowed)
-      : attended(allowed) {
-    if (!attended) return;
-    const double x = careful_product(head.q_gmem, row, head.k_gmem, column, p.scale);
-    const double s = careful_score(p, head.b, head.h, row, column, x);
-    const double lse = *row_address<Accumulation>(p.lse, head.b, head.h, row);
-    attended = !is_masked(s) && !is_masked(lse);
-    if (!attended) return;
-    const double dp = careful_product(head.do_gmem, row, head.v_gmem, column, 1);
-    weight = weigh_by_lse(s, lse);
-    dx = weight * (dp - careful_delta(p, head, row)) * p.scale;
-#if HAS_SCORE
-    dx *= score_slope(p, head.b, head.h, row, column, Accumulation(x));
-#endif
-  }
-};
-
-// One key of dk and dv by the definition, by a warp.
-__device__ CAREFUL void careful_dk_dv(
-    const Params& p, int b, int head_k, long long column0, int own) {
-  const int group = int(p.heads_q / p.heads_k);
-  const long long key = column0 + own;
-  if (key >= p.seqlen_k) return;
-  CarefulSum<C::HEAD_DIM> dk;
-  CarefulSum<C::HEAD_DIM_V> dv;
-  for (int member = 0; member < group; ++member) {
-    const Head head(p, b, head_k * group + member, head_k);
-    const auto tile_at = [&](long long tile) {
-      return Smem<false>::Tile{b, head.h, tile * STREAM, column0};
-    };
-    visit_tokens<false, STREAM>(
-        p, (p.seqlen_q + STREAM - 1) / STREAM, tile_at, own,
-        [&](long long row0, long long row, bool allowed) {
-          const CarefulPair pair(p, head, row, key, allowed);
-          dv.add(head.do_gmem, row0, pair.weight, pair.attended);
-          dk.add(head.q_gmem, row0, pair.dx, pair.attended);
-        });
-  }
-  dk.store(KMatrix(p.dk, b, head_k, p.seqlen_k), key);
-  dv.store(VMatrix(p.dv, b, head_k, p.seqlen_k), key);
-}
-
-// One row of dq by the definition, by a warp.
-__device__ CAREFUL void careful_dq(
-    const Params& p, const Head& head, long long row0, int own) {
-  const auto tile_at = [&](long long tile) {
-    return Smem<true>::Tile{head.b, head.h, row0, tile * STREAM};
-  };
-  const long long row = row0 + own;
-  if (row >= p.seqlen_q) return;
-  CarefulSum<C::HEAD_DIM> dq;
-  visit_tokens<true, STREAM>(
-      p, (p.seqlen_k + STREAM - 1) / STREAM, tile_at, own,
-      [&](long long key0, long long key, bool allowed) {
-        const CarefulPair pair(p, head, row, key, allowed);
-        dq.add(head.k_gmem, key0, pair.dx, pair.attended);
-      });
-  dq.store(KMatrix(p.dq, head.b, head.h, p.seqlen_q), row);
 }
 
 #if PART_DK_DV
@@ -273,97 +190,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     greatest(const __grid_constant__ Params p) {
   dq_of_all(p, ParamSums<GREATEST>(p, first_probe(p)));
 }
-using Sum = long long;
-#else
-using Sum = Accumulation;
 #endif
-
-extern "C" __global__ void __launch_bounds__(THREADS) clear(const __grid_constant__ Params p) {
-  clear_sums<Sum>(p, param_elements(p));
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    store_params(const __grid_constant__ Params p) {
-  store_all_params<IS_DETERMINISTIC>(p);
-}
-#endif
-
-#if HAS_DSINK
-// dsink_h = - sum over batch items and rows of exp(sink_h - lse) delta; a warp a head, in one order.
-extern "C" __global__ void __launch_bounds__(THREADS) dsink(const __grid_constant__ Params p) {
-  const long long warps = (long long)gridDim.x * (THREADS / 32);
-  const int lane = threadIdx.x % 32;
-  for (long long h = (long long)blockIdx.x * (THREADS / 32) + threadIdx.x / 32; h < p.heads_q;
-       h += warps) {
-    double sum = 0;
-    for (long long b = 0; b < p.batch; ++b)
-      for (long long row = lane; row < p.seqlen_q; row += 32) {
-        const Accumulation lse = *row_address<Accumulation>(p.lse, b, h, row);
-        if (is_masked(lse)) continue;
-        const Accumulation share = weigh_by_lse(sink_logit(p, int(h)), lse);
-        sum -= double(share) * *row_address<Accumulation>(p.delta, b, h, row);
-      }
-    sum = lanes_sum<32>(sum);
-    if (lane == 0) store_dsink(p, h, sum);
-  }
-}
 #endif
 #endif  // PART_MAIN
-
-#if HAS_ORDER && PART_ORDER
-extern "C" __global__ void __launch_bounds__(THREADS) count(const __grid_constant__ Params p) {
-  count_visits<QueryTiles>(p);
-  count_visits<KeyTiles>(p);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) arrange(const __grid_constant__ Params p) {
-  arrange_rows<QueryTiles>(p);
-  arrange_rows<KeyTiles>(p);
-}
-
-#endif
-
-#if HAS_ORDER && PART_COMBINE
-// One token of a split tile: the sum of the segments' parts. False where it is not finite: a
-// segment asked for the careful path, or its part is beyond the type of the sums.
-template <int WIDTH, class PartAt>
-__device__ __forceinline__ bool combine_parts(
-    const Matrix<WIDTH>& x, long long token, long long segments, PartAt part_at) {
-  bool finite = true;
-  for (int column = threadIdx.x % 32; column < WIDTH; column += 32) {
-    Accumulation sum = 0;
-    for (long long segment = 0; segment < segments; ++segment) sum += part_at(segment, column);
-    finite = finite && is_finite(sum);
-    x.set(token, column, sum);
-  }
-  return __ballot_sync(ALL_LANES, !finite) == 0;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    combine_dk_dv(const __grid_constant__ Params p) {
-  combine_tokens<KeyTiles>(p, [&](const Item& item, int own, const Slots& slots) {
-    const long long key = item.tile * OWN + own;
-    if (key >= p.seqlen_k) return;
-    const bool finite_dk = combine_parts(
-        KMatrix(p.dk, item.b, item.head, p.seqlen_k), key, slots.count,
-        [&](long long n, int column) { return Partial(p, slots[n]).dq_or_dk().at(own, column); });
-    const bool finite_dv = combine_parts(
-        VMatrix(p.dv, item.b, item.head, p.seqlen_k), key, slots.count,
-        [&](long long n, int column) { return Partial(p, slots[n]).dv().at(own, column); });
-    if (!finite_dk || !finite_dv) careful_dk_dv(p, item.b, item.head, item.tile * OWN, own);
-  });
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) combine_dq(const __grid_constant__ Params p) {
-  combine_tokens<QueryTiles>(p, [&](const Item& item, int own, const Slots& slots) {
-    const long long row = item.tile * OWN + own;
-    if (row >= p.seqlen_q) return;
-    const bool finite = combine_parts(
-        KMatrix(p.dq, item.b, item.head, p.seqlen_q), row, slots.count,
-        [&](long long n, int column) { return Partial(p, slots[n]).dq_or_dk().at(own, column); });
-    if (finite) return;
-    const Head head(p, item.b, item.head, int(item.head / (p.heads_q / p.heads_k)));
-    careful_dq(p, head, item.tile * OWN, own);
-  });
-}
-#endif

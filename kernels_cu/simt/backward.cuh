@@ -1,22 +1,16 @@
 // What the kernels of dq and of dk_dv share: types, and the weights of one tile of scores.
 #pragma once
-#include "../careful.cuh"
-#if HAS_PARAMS
-#include "../gradients.cuh"
-#endif
+#include "../backward.cuh"
 #include "scores.cuh"
 
-using C = Config;
 constexpr int CHUNKS = (C::HEAD_DIM + C::CHUNK - 1) / C::CHUNK;
 constexpr int CHUNKS_V = (C::HEAD_DIM_V + C::CHUNK_V - 1) / C::CHUNK_V;
 constexpr int COLUMNS_D = C::CHUNK / C::THREAD_COLUMNS;     // a thread's part of a chunk of dq, dk
 constexpr int COLUMNS_DV = C::CHUNK_V / C::THREAD_COLUMNS;  // and of dv
 
-using KMatrix = Matrix<C::HEAD_DIM>;    // like q and k
-using VMatrix = Matrix<C::HEAD_DIM_V>;  // like v, o and do
-
 // A block owns BLOCK_Q tokens and BLOCK_K pass: queries and keys in dq, keys and queries in dk_dv.
-constexpr int OWN = C::BLOCK_Q, STREAM = C::BLOCK_K;
+constexpr int OWN = C::OWN_Q, STREAM = C::STREAM_K;
+static_assert(OWN == C::OWN_K && STREAM == C::STREAM_Q, "one tile for both kernels");
 constexpr int ROWS = OWN / C::THREAD_ROWS;           // owned tokens of one thread
 constexpr int COLUMNS = STREAM / C::THREAD_COLUMNS;  // its passing tokens in a tile of scores
 
@@ -29,36 +23,7 @@ struct Smem {
   SharedTile<TOKENS_K, C::CHUNK_V> v;
   SharedTile<STREAM, OWN> weights;  // P or dS, a column an owned token
   Accumulation lse[TOKENS_Q], delta[TOKENS_Q];
-  using Owned = Ownership<OWN_IS_Q, OWN, STREAM>;
-  using Tile = typename Owned::Tile;
-};
-using QueryTiles = Smem<true>::Owned;
-using KeyTiles = Smem<false>::Owned;
-
-// What a block that shares its tile with others leaves: its part of dq, or of dk and dv. All NaN:
-// something was not finite, the careful path has to do the tile.
-struct Partial {
-  Accumulation* start;
-  __device__ Partial(const Params& p, long long slot)
-      : start((Accumulation*)p.partials + slot * C::PARTIAL_NUMBERS) {}
-  __device__ Matrix<C::HEAD_DIM, Accumulation> dq_or_dk() const {
-    return Matrix<C::HEAD_DIM, Accumulation>({start, 0, C::HEAD_DIM, 0, 1}, 0, 0, OWN);
-  }
-  __device__ Matrix<C::HEAD_DIM_V, Accumulation> dv() const {
-    Accumulation* const after_dk = start + OWN * C::HEAD_DIM;
-    return Matrix<C::HEAD_DIM_V, Accumulation>({after_dk, 0, C::HEAD_DIM_V, 0, 1}, 0, 0, OWN);
-  }
-};
-static_assert(C::PARTIAL_NUMBERS == OWN * (C::HEAD_DIM + C::HEAD_DIM_V), "as cuflash/config.py says");
-
-// One head of one batch item, as both kernels see it.
-struct Head {
-  int b, h;
-  KMatrix q_gmem, k_gmem;
-  VMatrix do_gmem, v_gmem;
-  __device__ Head(const Params& p, int b_, int h_, int head_k)
-      : b(b_), h(h_), q_gmem(p.q, b, h, p.seqlen_q), k_gmem(p.k, b, head_k, p.seqlen_k),
-        do_gmem(p.do_, b, h, p.seqlen_q), v_gmem(p.v, b, head_k, p.seqlen_k) {}
+  using Tile = typename Ownership<OWN_IS_Q, OWN, STREAM>::Tile;
 };
 
 // lse and delta of a query tile, by the whole block. Rows beyond the end are like empty ones.
@@ -71,12 +36,6 @@ __device__ __forceinline__ void load_rows(
     smem.delta[i] = inside ? *row_address<Accumulation>(p.delta, b, h, row0 + i) : 0;
   }
 }
-
-// In the place of ParamSums where no parameter is to get a gradient.
-struct NoSums {
-  __device__ void add_pair(int, int, long long, long long, Accumulation, Accumulation) {}
-  __device__ void finish() {}
-};
 
 // P = exp(min(S - lse, 0)) and dX = score'(X) * P * (dP - delta) on one tile, from X = scale * Q K^T,
 // S = score(X) and dP = dO V^T; both 0 where masked. Without a score X is S. `sums` gets what the

@@ -7,16 +7,12 @@
 // arXiv:2407.08608; that a maximum is followed only once it has grown by 2^LAZY is from the notes of
 // FlashAttention-4 (2025).
 #include "../forward.cuh"
-#include "../pipeline.cuh"
 #include "../turns.cuh"
 #include "scores.cuh"
+#include "softmax.cuh"
 
-using Storage = C::dtype;
 constexpr int STAGES = C::STAGES;
-constexpr int PANELS = round_up(C::HEAD_DIM, PANEL) / PANEL;
-constexpr int PANELS_V = round_up(C::HEAD_DIM_V, PANEL) / PANEL;
-constexpr int WIDTH_V = round_up(C::HEAD_DIM_V, 32);  // of o in registers
-constexpr int WARPS = 4 * C::WARPGROUPS;              // that compute
+constexpr int WARPS = 4 * C::WARPGROUPS;  // that compute
 
 // What the warp that loads tells the others.
 struct Order {
@@ -37,15 +33,6 @@ struct alignas(1024) Smem {
 };
 static_assert(sizeof(Smem) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
 
-template <int ROWS, int PANELS_>
-__device__ __forceinline__ void load_panels(
-    Storage (&to)[PANELS_][ROWS][PANEL], const TensorMap& map, unsigned long long* full,
-    long long row, int head, int b) {
-#pragma unroll
-  for (int panel = 0; panel < PANELS_; ++panel)
-    cp_async_bulk_tensor_4d(to[panel], &map, full, panel * PANEL, int(row), head, b);
-}
-
 // The warp that loads: for each owned tile its queries, then the key tiles that its walk finds. The
 // values of a tile follow the keys of the next: that is the order in which they are used.
 __device__ __forceinline__ void load(const Params& p, Smem& smem) {
@@ -64,7 +51,7 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
       unsigned long long* full = &smem.q_pipeline.full[0];
       smem.order = {item.b, item.head, int(item.tile), item.is_split() ? int(item.slot) : -1};
       mbarrier_arrive_expect_tx(full, sizeof(smem.q));
-      load_panels(smem.q, p.map_q, full, row0, item.head, item.b);
+      load_panels<C::BOX_Q>(smem.q, p.map_q, full, row0, item.head, item.b);
     }
     q_place.advance();
 
@@ -75,7 +62,7 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
       if (is_leader) {
         unsigned long long* full = &smem.v_pipeline.full[v_place.stage()];
         mbarrier_arrive_expect_tx(full, sizeof(smem.v[0]));
-        load_panels(
+        load_panels<C::BOX_K>(
             smem.v[v_place.stage()], p.map_v, full, pending * C::BLOCK_K, head_k, item.b);
       }
       v_place.advance();
@@ -86,7 +73,7 @@ __device__ __forceinline__ void load(const Params& p, Smem& smem) {
         unsigned long long* full = &smem.k_pipeline.full[k_place.stage()];
         smem.visits[k_place.stage()] = int(4 * tile) | how;
         mbarrier_arrive_expect_tx(full, sizeof(smem.k[0]));
-        load_panels(smem.k[k_place.stage()], p.map_k, full, tile * C::BLOCK_K, head_k, item.b);
+        load_panels<C::BOX_K>(smem.k[k_place.stage()], p.map_k, full, tile * C::BLOCK_K, head_k, item.b);
       }
       k_place.advance();
       load_v();
@@ -140,13 +127,9 @@ __device__ __forceinline__ void finish_rows(
     if (reference > 134217728.0f || reference < -134217728.0f)  // 2^27
       probe = negative_infinity() - negative_infinity();
   }
-  float chain[4] = {};  // several, so that one need not wait for the other
+  probe += probe_of(o);
 #pragma unroll
-  for (int i = 0; i < WIDTH_V / 2; ++i) {
-    chain[i % 4] = multiply_add(o[i], 0.0f, chain[i % 4]);
-    o[i] *= factor[i / 2 % 2];
-  }
-  probe += (chain[0] + chain[1]) + (chain[2] + chain[3]);
+  for (int i = 0; i < WIDTH_V / 2; ++i) o[i] *= factor[i / 2 % 2];
   const bool is_bad = __any_sync(ALL_LANES, !is_finite(probe));
   if (is_split) {
 #if HAS_ORDER
@@ -155,14 +138,8 @@ __device__ __forceinline__ void finish_rows(
     for (int half = 0; half < 2; ++half) {
       if (is_bad) softmax.row[half].row_sum = negative_infinity() - negative_infinity();
       if (lane % 4 == 0) partial.row(own + 8 * half) = softmax.row[half];
-#pragma unroll
-      for (int i = 2 * half; i < WIDTH_V / 2; i += 4) {
-        const int column = i / 4 * 8 + lane % 4 * 2;
-        if (column < C::HEAD_DIM_V)
-          *(float2*)(partial.o().start + (own + 8 * half) * C::HEAD_DIM_V + column) =
-              make_float2(o[i], o[i + 1]);
-      }
     }
+    store_sums(partial.o(), own, o);
 #endif
     return;
   }
@@ -177,21 +154,8 @@ __device__ __forceinline__ void finish_rows(
     const bool is_row = at < p.seqlen_q;
     if (p.lse.pointer != nullptr && is_row && lane % 4 == 0)
       *row_address<float>(p.lse, head.b, head.h, at) = softmax.row[half].lse();
-    Storage* const o_row = head.o(p).start + at * p.o.stride_s;
-#pragma unroll
-    for (int block = 0; block < WIDTH_V / 8; block += 4) {  // 16 bytes a lane
-      unsigned pair[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int i = 4 * (block + j) + 2 * half;
-        pair[j] = cvt_rn_x2(o[i], o[i + 1], Storage());
-      }
-      transpose_quad(pair);
-      const int column = 8 * (block + lane % 4);
-      if (is_row && column < C::HEAD_DIM_V)
-        *(uint4*)(o_row + column) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-    }
   }
+  store_rows(head.o(p), row0 + own, o);
 }
 
 // A warpgroup that computes: 64 rows of each owned tile.
@@ -199,7 +163,7 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   const int own = threadIdx.x / 32 % 4 * 16 + 64 * warpgroup + lane / 4;  // this thread's first row
   const int column = lane % 4 * 2;
-  const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * 1.4426950408889634);
+  const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * EXACT_LOG2_E);
   const Operand q_tile = Operand::at(&smem.q[0][64 * warpgroup]).uniform();
   const Operand k_tile = Operand::at(smem.k);
   const Operand v_tile = Operand::at(smem.v, C::BLOCK_K * PANEL_ROW);
@@ -258,9 +222,9 @@ __device__ __forceinline__ void compute(const Params& p, Smem& smem) {
     const Tile tile{order.b, order.head, (long long)order.tile * C::BLOCK_Q,
                     (long long)(visit / 4) * C::BLOCK_K};
     if (HAS_SCORE || C::SCALE_FIRST || (partly && !MASK_IS_INTERVAL))
-      finish_scores(p, tile, partly, own, column, s);
+      finish_scores<true>(p, tile, partly, own, column, s);
     else if (partly)
-      cut_scores(Attended(p, tile, own, column), s);
+      cut_scores<true>(p, tile, own, column, s);
     is_suspect |= !HAS_SCORE && !partly;
     softmax(s, c);
   };
