@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cuflash.config import Config
+from cuflash.config import Config, shared_limit_of
 from cuflash.expr.interval import row_interval
 from cuflash.problem import Problem
 
@@ -101,6 +101,7 @@ class Sm90Backward(Sm90Config):
     fused : 1: dk_dv sums dq too, by atomics; 0: a kernel of its own makes dq, in one order
     paired : 1: two warpgroups share 64 keys, one makes dv and one dk
     dq_block_q, dq_block_k, dq_stages, dq_stages_v : tile and stages of that kernel
+    own_stages, dq_own_stages : owned tiles in shared memory at a time, of dk_dv and of dq
     """
 
     fused: int
@@ -109,6 +110,8 @@ class Sm90Backward(Sm90Config):
     dq_block_k: int
     dq_stages: int
     dq_stages_v: int
+    own_stages: int
+    dq_own_stages: int
 
     @property
     def warpgroups(self) -> int:
@@ -135,14 +138,33 @@ class Sm90Backward(Sm90Config):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
+        own, stage, more = self._dk_dv_bytes()
+        dq_own, dq_stages = self._dq_bytes()
+        dk_dv = self.own_stages * own + self.stages * stage + more
+        dq = 0 if self.fused else self.dq_own_stages * dq_own + dq_stages
+        return max(dk_dv, dq) + 1024  # barriers and messages
+
+    def with_own_stages(self, limit: int) -> Sm90Backward:
+        """The same with the next owned tile in shared memory too, where it fits into `limit`."""
+        config = self
+        if replace(self, own_stages=2, dq_own_stages=1).shared_bytes <= limit:
+            config = replace(config, own_stages=2)
+        if replace(self, own_stages=1, dq_own_stages=2).shared_bytes <= limit:
+            config = replace(config, dq_own_stages=2)
+        return config
+
+    def _dk_dv_bytes(self) -> tuple[int, int, int]:
+        """Of dk_dv: bytes of an owned tile, of a stage, and what else it keeps."""
+        token = sum(self._token_bytes())
+        ds = 6 * self.block_k * self.block_q * self.fused  # three tiles
+        given = 256 * self.block_q * self.paired
+        return self.block_k * token, self.block_q * (token + 8), ds + given  # 8: lse, delta
+
+    def _dq_bytes(self) -> tuple[int, int]:
+        """Of dq: bytes of an owned tile, of all stages."""
         q_or_k, v_or_do = self._token_bytes()
-        dk_dv = (self.block_k + self.stages * self.block_q) * (q_or_k + v_or_do)
-        dk_dv += self.stages * self.block_q * 8  # lse, delta
-        dk_dv += 4 * self.block_k * self.block_q * self.fused  # dS, twice
-        dk_dv += 256 * self.block_q * self.paired  # what the partner is given
-        dq = self.dq_block_q * (q_or_k + v_or_do)
-        dq += self.dq_block_k * (self.dq_stages * q_or_k + self.dq_stages_v * v_or_do)
-        return max(dk_dv, 0 if self.fused else dq) + 1024  # barriers and messages
+        stages = self.dq_stages * q_or_k + self.dq_stages_v * v_or_do
+        return self.dq_block_q * (q_or_k + v_or_do), self.dq_block_k * stages
 
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
@@ -307,7 +329,7 @@ def _backward(
     row: _BackwardTile, dtype: str, head_dim: int, head_dim_v: int, scale_first: bool,
     deterministic: bool,
 ) -> Sm90Backward:  # fmt: skip
-    return Sm90Backward(
+    config = Sm90Backward(
         kernel="backward",
         dtype=dtype,
         head_dim=head_dim,
@@ -322,7 +344,10 @@ def _backward(
         dq_block_k=row.dq[1],
         dq_stages=row.dq[2],
         dq_stages_v=row.dq[3],
+        own_stages=1,
+        dq_own_stages=1,
         scale_first=int(scale_first),
         registers_load=row.registers[0],
         registers_compute=row.registers[1],
     )
+    return config.with_own_stages(shared_limit_of(90))

@@ -7,10 +7,11 @@ template <int STAGES>
 struct Pipeline {
   unsigned long long full[STAGES], empty[STAGES];
 
-  // By one thread. A stage is empty once `readers` warps have released it.
-  __device__ __forceinline__ void init(int readers) {
+  // By one thread. A stage is full once `writers` have arrived (and the bytes that they expect), and
+  // empty once `readers` warps have released it.
+  __device__ __forceinline__ void init(int readers, int writers = 1) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      mbarrier_init(&full[stage], 1);
+      mbarrier_init(&full[stage], writers);
       mbarrier_init(&empty[stage], readers);
     }
   }
@@ -37,6 +38,12 @@ class Place {
   }
   __device__ __forceinline__ void wait_empty(Pipeline<STAGES>& pipeline) const {
     wait(&pipeline.empty[stage()], parity_ ^ 1);
+  }
+  // By every warp that writes, where it is warps that do.
+  __device__ __forceinline__ void fill(Pipeline<STAGES>& pipeline) {
+    __syncwarp();  // all lanes have written
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&pipeline.full[stage()]);
+    advance();
   }
   // By every warp that reads, once it has read.
   __device__ __forceinline__ void release(Pipeline<STAGES>& pipeline) const {

@@ -20,46 +20,58 @@
 template <bool MAKES_DK, bool MAKES_DV, class Sums>
 __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem, Sums sums) {
   using S = Smem<false>;
+  using Tile = S::Tile;
   constexpr int N = S::STREAM / 2, STREAM = S::STREAM;
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first = C::PAIRED ? 0 : 64 * warpgroup;       // of the keys of the tile
   const int own = warp * 16 + first + lane / 4, pass = lane % 4 * 2;
   const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * EXACT_LOG2_E);
-  const Operand k = Operand::at(&smem.own[0][first]).uniform();
-  const Operand v = Operand::at(&smem.own_v[0][first]).uniform();
+  const Operand k = Operand::at(&smem.own[0][0][first]).uniform();
+  const Operand v = Operand::at(&smem.own_v[0][0][first]).uniform();
   const Operand q = Operand::at(smem.pass), do_ = Operand::at(smem.pass_v);
   const Operand q_columns = Operand::at(smem.pass, STREAM * PANEL_ROW);
   const Operand do_columns = Operand::at(smem.pass_v, STREAM * PANEL_ROW);
   // of the 64 x 64 numbers of dq that this warpgroup computes
   const int panel_q = warpgroup / PANELS, panel_d = warpgroup % PANELS;
   const Operand ds_columns = Operand::at(smem.ds[0][IS_FUSED ? panel_q : 0]).uniform();
-  const Operand k_columns = Operand::at(smem.own[IS_FUSED ? panel_d : 0]).uniform();
+  const Operand k_columns = Operand::at(smem.own[0][IS_FUSED ? panel_d : 0]).uniform();
 
   Reader<false> reader(smem);
   float dk[WIDTH / 2], dv[WIDTH_V / 2];
-  int buffer = 0;  // of dS
+#if IS_FUSED
+  Place<3> written, read;  // of dS
+  float* sums_before;      // of dq, for the dS that waits
+  // dQ = dS K
+  const auto start_dq = [&](float(&dq)[32]) {
+    start_outer_product<S::OWN>(
+        dq, ds_columns + read.stage() * int(sizeof(smem.ds[0])), k_columns + reader.at_own());
+  };
+  const auto add_dq = [&](const float(&dq)[32]) {
+#pragma unroll
+    for (int block = 0; block < 8; ++block) red_add_v4_f32(sums_before + block * 512, dq + 4 * block);
+  };
+#endif
   while (reader.next_order()) {
 #pragma unroll
     for (int i = 0; i < WIDTH / 2; ++i) dk[i] = 0;
 #pragma unroll
     for (int i = 0; i < WIDTH_V / 2; ++i) dv[i] = 0;
-    bool is_last;
+    bool is_first = true, is_last;
     do {
       float s[N], dp[N];
       unsigned weights[N / 2], ds[N / 2];
       reader.next_visit();
       is_last = reader.is_last();
-      const auto tile = reader.tile();
+      const Tile tile = reader.tile();
       const bool partly = reader.visit & PARTLY_ATTENDED;
       const int stage = reader.place.stage();
-      const int q_stage = stage * int(sizeof(smem.pass[0]));
-      const int do_stage = reader.place_v.stage() * int(sizeof(smem.pass_v[0]));
+      const int q_stage = reader.at_pass(), do_stage = reader.at_pass_v();
       const RowNumbers<false> lse2{&smem.lse2[stage][pass]};
       const RowNumbers<false> delta{&smem.delta[reader.place_v.stage()][pass]};
       // S^T = K Q^T, dP^T = V dO^T
-      if constexpr (MAKES_DV) start_product<C::HEAD_DIM, S::OWN, STREAM>(s, k, q + q_stage);
+      if constexpr (MAKES_DV) start_product<C::HEAD_DIM, S::OWN, STREAM>(s, k + reader.at_own(), q + q_stage);
       reader.wait_pass_v();
-      if constexpr (MAKES_DK) start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, v, do_ + do_stage);
+      if constexpr (MAKES_DK) start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, v + reader.at_own_v(), do_ + do_stage);
 #if HAS_PARAMS && IS_FUSED
       wgmma_wait_group<0>();
       hold(s);
@@ -71,6 +83,7 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
         wgmma_wait_group<MAKES_DK>();
         hold(s);
         weigh(p, tile, partly, own, pass, c, lse2, s, weights);
+        if (!HAS_SCORE && !MAKES_DK) round_to<Storage>(weights, s);
       }
       if constexpr (C::PAIRED) {
         if constexpr (MAKES_DV) {
@@ -97,30 +110,32 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       if constexpr (MAKES_DK) {
         wgmma_wait_group<0>();
         hold(dp);
-        differentiate(delta, s, dp, ds);
+        differentiate(delta, s, dp, weights, ds);
       }
 #endif
 #if IS_FUSED
-      store_tile<S::OWN, N>(smem.ds[buffer], own, ds);
+      store_tile<S::OWN, N>(smem.ds[written.stage()], own, ds);
       fence_proxy_async_shared();
 #endif
       // dV += P^T dO
       if constexpr (MAKES_DV) start_weighted_sum<STREAM, WIDTH_V>(dv, weights, do_columns + do_stage);
 #if IS_FUSED
-      bar_sync(1, 128 * C::WARPGROUPS);  // dS: written by all, read by all
-      // dQ = dS K, dK += dS^T Q
+      // dQ of the tile before, so that no warpgroup waits for the dS of another; dK += dS^T Q
       float dq[32];
-      start_outer_product<S::OWN>(dq, ds_columns + buffer * int(sizeof(smem.ds[0])), k_columns);
+      if (!is_first) read.wait_full(smem.ds_pipeline);
+      start_dq(dq);  // for the first tile in vain: wgmma suffers no branch
       start_weighted_sum<STREAM, WIDTH>(dk, ds, q_columns + q_stage);
       wgmma_wait_group<1>();
       hold(dv);
       hold(dq);
       reader.release_pass_v();
-      float* const sums_dq = sums_of_dq(p, tile.b, tile.h, tile.row0 + 64 * panel_q, panel_d);
-#pragma unroll
-      for (int block = 0; block < 8; ++block)
-        red_add_v4_f32(sums_dq + (block * 128 + threadIdx.x % 128) * 4, dq + 4 * block);
-      buffer ^= 1;
+      if (!is_first) {
+        add_dq(dq);
+        read.advance();
+      }
+      written.fill(smem.ds_pipeline);
+      sums_before = sums_of_dq(p, tile.b, tile.h, tile.row0 + 64 * panel_q, panel_d) + threadIdx.x % 128 * 4;
+      is_first = false;
       wgmma_wait_group<0>();
       hold(dk);
 #else
@@ -133,6 +148,15 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
 #endif
       reader.release_pass();
     } while (!is_last);
+#if IS_FUSED
+    float dq[32];
+    read.wait_full(smem.ds_pipeline);
+    start_dq(dq);
+    wgmma_wait_group<0>();
+    hold(dq);
+    add_dq(dq);
+    read.advance();
+#endif
     sums.finish();
     const Order order = reader.order;
     reader.release_order();
@@ -193,8 +217,8 @@ __device__ __forceinline__ void compute_dq(const Params& p, Smem<true>& smem, Su
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32;
   const int own = threadIdx.x / 32 % 4 * 16 + 64 * warpgroup + lane / 4, pass = lane % 4 * 2;
   const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * EXACT_LOG2_E);
-  const Operand q = Operand::at(&smem.own[0][64 * warpgroup]).uniform();
-  const Operand do_ = Operand::at(&smem.own_v[0][64 * warpgroup]).uniform();
+  const Operand q = Operand::at(&smem.own[0][0][64 * warpgroup]).uniform();
+  const Operand do_ = Operand::at(&smem.own_v[0][0][64 * warpgroup]).uniform();
   const Operand k = Operand::at(smem.pass), v = Operand::at(smem.pass_v);
   const Operand k_columns = Operand::at(smem.pass, STREAM * PANEL_ROW);
 
@@ -220,12 +244,11 @@ __device__ __forceinline__ void compute_dq(const Params& p, Smem<true>& smem, Su
       is_last = reader.is_last();
       const auto tile = reader.tile();
       const bool partly = reader.visit & PARTLY_ATTENDED;
-      const int k_stage = reader.place.stage() * int(sizeof(smem.pass[0]));
-      const int v_stage = reader.place_v.stage() * int(sizeof(smem.pass_v[0]));
+      const int k_stage = reader.at_pass(), v_stage = reader.at_pass_v();
       // S = Q K^T, dP = dO V^T
-      start_product<C::HEAD_DIM, S::OWN, STREAM>(s, q, k + k_stage);
+      start_product<C::HEAD_DIM, S::OWN, STREAM>(s, q + reader.at_own(), k + k_stage);
       reader.wait_pass_v();
-      start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, do_, v + v_stage);
+      start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, do_ + reader.at_own_v(), v + v_stage);
 #if HAS_PARAMS
       wgmma_wait_group<0>();
       hold(s);
@@ -239,7 +262,7 @@ __device__ __forceinline__ void compute_dq(const Params& p, Smem<true>& smem, Su
       wgmma_wait_group<0>();
       hold(dp);
       reader.release_pass_v();
-      differentiate(delta, s, dp, ds);
+      differentiate(delta, s, dp, weights, ds);
 #endif
       // dQ += dS K
       start_weighted_sum<STREAM, WIDTH>(dq, ds, k_columns + k_stage);

@@ -30,16 +30,19 @@ struct alignas(1024) Smem {
   using Owned = Ownership<OWN_IS_Q, OWN, STREAM>;
   using Tile = typename Owned::Tile;
   static constexpr bool HAS_DS = IS_FUSED && !OWN_IS_Q, GIVES = C::PAIRED && !OWN_IS_Q;
-  Storage own[PANELS][OWN][PANEL], own_v[PANELS_V][OWN][PANEL];  // q, do or k, v
+  static constexpr int OWN_STAGES = OWN_IS_Q ? C::DQ_OWN_STAGES : C::OWN_STAGES;
+  Storage own[OWN_STAGES][PANELS][OWN][PANEL];      // q or k
+  Storage own_v[OWN_STAGES][PANELS_V][OWN][PANEL];  // do or v
   Storage pass[STAGES][PANELS][STREAM][PANEL];                   // k or q
   Storage pass_v[STAGES_V][PANELS_V][STREAM][PANEL];             // v or do
-  Storage ds[HAS_DS ? 2 : 1][HAS_DS ? STREAM / PANEL : 1][HAS_DS ? OWN : 1][PANEL];
+  Storage ds[HAS_DS ? 3 : 1][HAS_DS ? STREAM / PANEL : 1][HAS_DS ? OWN : 1][PANEL];
   float4 given[GIVES ? STREAM / 8 : 1][GIVES ? 128 : 1];  // by a thread of a pair to its partner
   float lse2[STAGES][OWN_IS_Q ? 4 : STREAM], delta[STAGES_V][OWN_IS_Q ? 4 : STREAM];  // if q passes
-  Pipeline<1> own_pipeline;
+  Pipeline<OWN_STAGES> own_pipeline;
   Pipeline<STAGES> pass_pipeline;
   Pipeline<STAGES_V> pass_v_pipeline;
-  Order order;                       // with own
+  Pipeline<3> ds_pipeline;
+  Order order[OWN_STAGES];            // with own
   int visits[STAGES], heads[STAGES];  // with pass
   int is_bad[WARPS];
 };
@@ -55,7 +58,7 @@ __device__ __forceinline__ void load(const Params& p, Smem<OWN_IS_Q>& smem) {
   const bool is_leader = threadIdx.x % 32 == 0;
   const int group = int(p.heads_q / p.heads_k), members = OWN_IS_Q ? 1 : group;
   const long long padded = padded_rows(p);
-  Place<1> own_place;
+  Place<S::OWN_STAGES> own_place;
   Place<S::STAGES> place;
   Place<S::STAGES_V> place_v;
   const TensorMap& map_own = OWN_IS_Q ? p.map_q : p.map_k;
@@ -67,11 +70,12 @@ __device__ __forceinline__ void load(const Params& p, Smem<OWN_IS_Q>& smem) {
     const long long own0 = item.tile * S::OWN;
     own_place.wait_empty(smem.own_pipeline);
     if (is_leader) {
-      unsigned long long* full = &smem.own_pipeline.full[0];
-      smem.order = {item.b, item.head, int(item.tile), item.is_split() ? int(item.slot) : -1};
-      mbarrier_arrive_expect_tx(full, sizeof(smem.own) + sizeof(smem.own_v));
-      load_panels<OWN_BOX>(smem.own, map_own, full, own0, item.head, item.b);
-      load_panels<OWN_BOX>(smem.own_v, map_own_v, full, own0, item.head, item.b);
+      const int stage = own_place.stage();
+      unsigned long long* full = &smem.own_pipeline.full[stage];
+      smem.order[stage] = {item.b, item.head, int(item.tile), item.is_split() ? int(item.slot) : -1};
+      mbarrier_arrive_expect_tx(full, sizeof(smem.own[0]) + sizeof(smem.own_v[0]));
+      load_panels<OWN_BOX>(smem.own[stage], map_own, full, own0, item.head, item.b);
+      load_panels<OWN_BOX>(smem.own_v[stage], map_own_v, full, own0, item.head, item.b);
     }
     own_place.advance();
 
@@ -130,8 +134,8 @@ __device__ __forceinline__ void load(const Params& p, Smem<OWN_IS_Q>& smem) {
   }
   own_place.wait_empty(smem.own_pipeline);
   if (is_leader) {
-    smem.order.b = -1;
-    mbarrier_arrive(&smem.own_pipeline.full[0]);
+    smem.order[own_place.stage()].b = -1;
+    mbarrier_arrive(&smem.own_pipeline.full[own_place.stage()]);
   }
 }
 
@@ -142,7 +146,7 @@ struct Reader {
   S& smem;
   Order order;
   int visit, head;
-  Place<1> own_place;
+  Place<S::OWN_STAGES> own_place;
   Place<S::STAGES> place;
   Place<S::STAGES_V> place_v;
   __device__ __forceinline__ explicit Reader(S& smem_) : smem(smem_) {}
@@ -150,7 +154,7 @@ struct Reader {
   // Moves to the next owned tile; false where there is none.
   __device__ __forceinline__ bool next_order() {
     own_place.wait_full(smem.own_pipeline);
-    order = smem.order;
+    order = smem.order[own_place.stage()];
     return uniform(order.b) >= 0;
   }
   __device__ __forceinline__ void release_order() {
@@ -165,6 +169,15 @@ struct Reader {
   __device__ __forceinline__ bool is_last() const { return visit & LAST; }
   __device__ __forceinline__ typename S::Tile tile() const {
     return S::Owned::tile_at(order.b, head, order.tile, visit / 4);
+  }
+  // Bytes from the start of an operand to what is worked on now.
+  __device__ __forceinline__ int at_own() const { return own_place.stage() * int(sizeof(smem.own[0])); }
+  __device__ __forceinline__ int at_own_v() const {
+    return own_place.stage() * int(sizeof(smem.own_v[0]));
+  }
+  __device__ __forceinline__ int at_pass() const { return place.stage() * int(sizeof(smem.pass[0])); }
+  __device__ __forceinline__ int at_pass_v() const {
+    return place_v.stage() * int(sizeof(smem.pass_v[0]));
   }
   __device__ __forceinline__ void wait_pass_v() { place_v.wait_full(smem.pass_v_pipeline); }
   __device__ __forceinline__ void release_pass() {
@@ -191,12 +204,6 @@ struct RowNumbers {
   }
 };
 
-// exp2(min(y, 0)): the minimum keeps a weight finite where s was summed in another order than in
-// forward, and where padding has no weight. Infinity becomes NaN, and NaN stays.
-__device__ __forceinline__ float weight_of(float y) {
-  return ex2_approx_ftz_f32(y - larger(y, 0.0f));
-}
-
 // What a thread's pairs are in a problem with a score.
 #if HAS_SCORE
 template <bool OWN_IS_Q, int N, class Tile>
@@ -218,7 +225,7 @@ class Pairs {
     weight = sloped = 0;
     if (!(allowed_[i / 32] >> i % 32 & 1)) return;
     const float value = score(p_, tile_.b, tile_.h, row, key, x);
-    weight = weight_of(multiply_add(value, LOG2_E, -reference));
+    weight = ex2_approx_ftz_f32(multiply_add(value, LOG2_E, -reference));
     if (is_masked(value)) return;
     visit(row, key, x);
     sloped = weight * score_slope(p_, tile_.b, tile_.h, row, key, x);
@@ -233,7 +240,8 @@ class Pairs {
 };
 #endif
 
-// P = exp(S - lse), and what dP - delta is to be multiplied by: P, or score'(X) * P. In place of X.
+// P = exp(S - lse), in place of X. With a score what dP - delta is to be multiplied by, score'(X) P, is
+// in place of X, and P in `pairs`, rounded.
 template <bool OWN_IS_Q, int N, class Tile>
 __device__ __forceinline__ void weigh(
     const Params& p, const Tile& tile, bool partly, int own, int pass, float c,
@@ -255,7 +263,7 @@ __device__ __forceinline__ void weigh(
 #else
   if (C::SCALE_FIRST || (partly && !MASK_IS_INTERVAL))
     finish_scores<OWN_IS_Q>(p, tile, partly, own, pass, s);
-  else if (HAS_MASK && partly)  // padding needs no cut: it has no weight or adds nothing
+  else if (partly)
     cut_scores<OWN_IS_Q>(p, tile, own, pass, s);
 #pragma unroll
   for (int block = 0; block < N / 4; ++block) {
@@ -263,26 +271,28 @@ __device__ __forceinline__ void weigh(
     lse2.of_block(block, reference);
 #pragma unroll
     for (int i = 4 * block; i < 4 * block + 4; ++i)
-      s[i] = weight_of(multiply_add(s[i], c, -reference[i % 4]));
-    pairs[2 * block] = cvt_rn_x2(s[4 * block], s[4 * block + 1], Storage());
-    pairs[2 * block + 1] = cvt_rn_x2(s[4 * block + 2], s[4 * block + 3], Storage());
+      s[i] = ex2_approx_ftz_f32(multiply_add(s[i], c, -reference[i % 4]));
   }
 #endif
 }
 
-// dS = P * (dP - delta), rounded: the A operand of a product. `weight` as `weigh` leaves it.
+// dS = P * (dP - delta) from what `weigh` leaves, and P, rounded: the A operands of products.
 template <bool OWN_IS_Q, int N>
 __device__ __forceinline__ void differentiate(
     const RowNumbers<OWN_IS_Q>& delta, const float (&weight)[N], const float (&dp)[N],
-    unsigned (&pairs)[N / 2]) {
+    unsigned (&pairs)[N / 2], unsigned (&ds_pairs)[N / 2]) {
 #pragma unroll
   for (int block = 0; block < N / 4; ++block) {
     float subtracted[4], ds[4];
     delta.of_block(block, subtracted);
 #pragma unroll
     for (int e = 0; e < 4; ++e) ds[e] = weight[4 * block + e] * (dp[4 * block + e] - subtracted[e]);
-    pairs[2 * block] = cvt_rn_x2(ds[0], ds[1], Storage());
-    pairs[2 * block + 1] = cvt_rn_x2(ds[2], ds[3], Storage());
+    if (!HAS_SCORE) {
+      pairs[2 * block] = cvt_rn_x2(weight[4 * block], weight[4 * block + 1], Storage());
+      pairs[2 * block + 1] = cvt_rn_x2(weight[4 * block + 2], weight[4 * block + 3], Storage());
+    }
+    ds_pairs[2 * block] = cvt_rn_x2(ds[0], ds[1], Storage());
+    ds_pairs[2 * block + 1] = cvt_rn_x2(ds[2], ds[3], Storage());
   }
 }
 
@@ -347,6 +357,7 @@ __device__ __forceinline__ void run(const Params& p, Smem<OWN_IS_Q>& smem, Compu
     smem.own_pipeline.init(WARPS);
     smem.pass_pipeline.init(WARPS);
     smem.pass_v_pipeline.init(WARPS);
+    smem.ds_pipeline.init(WARPS, WARPS);
     fence_mbarrier_init();
     prefetch_tensormap(&p.map_q);
     prefetch_tensormap(&p.map_k);

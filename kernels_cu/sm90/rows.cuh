@@ -11,8 +11,10 @@ __device__ __forceinline__ float* sums_of_dq(
 
 #if PART_MAIN
 // delta_i = <do_i, o_i> - dlse_i and lse_i * log2(e), a few lanes a row. A row that sees no key, or
-// lies beyond the end, has delta 0 and lse +inf, which makes all its weights 0; an lse that is not
-// finite becomes NaN: the careful path has to do its tiles. The sums of dq are zeroed on the way.
+// lies beyond the end, has delta 0 and lse +inf, which makes all its weights 0. An lse that is not
+// finite, or so large that exp2 of a rounded difference says nothing, becomes NaN: the careful path
+// has to do its tiles, unless do and dlse are 0: then the row adds nothing, like an empty one (rows of
+// padding that an additive mask of large numbers leaves). The sums of dq are zeroed on the way.
 extern "C" __global__ void __launch_bounds__(C::THREADS) delta(const __grid_constant__ Params p) {
   constexpr int LANES = 32 / C::DELTA_ROWS;
   const int lane = threadIdx.x % 32, place = lane % LANES;
@@ -24,25 +26,34 @@ extern "C" __global__ void __launch_bounds__(C::THREADS) delta(const __grid_cons
     const long long b = quotient(plane, p.heads_q), h = plane - b * p.heads_q;
     const bool inside = at < rows && row < p.seqlen_q;
     float sum = 0;
+    bool is_zero = true;  // do and dlse
     if (inside && 8 * place < C::HEAD_DIM_V) {
       using Piece = Pack<Storage, 8>;
       const VMatrix do_gmem(p.do_, b, h, p.seqlen_q), o_gmem(p.o, b, h, p.seqlen_q);
       const Piece x = *(const Piece*)(do_gmem.start + row * do_gmem.stride_s + 8 * place);
       const Piece y = *(const Piece*)(o_gmem.start + row * o_gmem.stride_s + 8 * place);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) sum = multiply_add(widen(x.at[e]), widen(y.at[e]), sum);
+      for (int e = 0; e < 8; ++e) {
+        sum = multiply_add(widen(x.at[e]), widen(y.at[e]), sum);
+        is_zero = is_zero && widen(x.at[e]) == 0;
+      }
     }
     sum = lanes_sum<LANES>(sum);
+    is_zero = lanes_max<LANES>(is_zero ? 0.0f : 1.0f) == 0;
     if (at < rows && place == 0) {
-      const float nan = negative_infinity() - negative_infinity();
-      float lse2 = -negative_infinity();
-      bool is_empty = true;
+      const float infinity = -negative_infinity();
+      float lse2 = infinity;
       if (inside) {
-        const float lse = *row_address<float>(p.lse, b, h, row);
-        is_empty = is_masked(lse);
-        if (!is_empty) lse2 = is_finite(lse * LOG2_E) ? lse * LOG2_E : nan;
-        if (p.dlse.pointer != nullptr) sum -= *row_address<float>(p.dlse, b, h, row);
+        if (p.dlse.pointer != nullptr) {
+          const float dlse = *row_address<float>(p.dlse, b, h, row);
+          sum -= dlse;
+          is_zero = is_zero && dlse == 0;
+        }
+        const float lse = *row_address<float>(p.lse, b, h, row), scaled = lse * LOG2_E;
+        const bool is_fine = scaled < 1048576.0f && scaled > -1048576.0f;  // 2^20
+        if (!is_masked(lse)) lse2 = is_fine ? scaled : is_zero ? infinity : infinity - infinity;
       }
+      const bool is_empty = lse2 == infinity;
       *row_address<float>(p.delta, b, h, row) = is_empty ? 0 : sum;
       *row_address<float>(p.lse2, b, h, row) = lse2;
     }
