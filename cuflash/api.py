@@ -92,8 +92,8 @@ def attention(
         one integer array for both or a pair (for q, for k), each (seqlen,) or (batch, seqlen).
         Default: k counts from 0, q so that the last query is at the last key. See `cuflash.order`
     layout : order of the axes, "bshd" (batch, seqlen, heads, head_dim), "bhsd" or "sbhd"
-    deterministic : True makes the gradients of `Param`s bit-reproducible too; all other results
-        are so always. None takes PyTorch's own switch, elsewhere False
+    deterministic : True makes dq and the gradients of `Param`s bit-reproducible too; o, lse, dk and
+        dv are so always. None takes PyTorch's own switch, elsewhere False
     return_lse : return (o, lse) instead of o
 
     Returns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cuflash.config import Config, shared_limit_of
@@ -101,7 +101,6 @@ class Sm90Backward(Sm90Config):
     fused : 1: dk_dv sums dq too, by atomics; 0: a kernel of its own makes dq, in one order
     paired : 1: two warpgroups share 64 keys, one makes dv and one dk
     dq_block_q, dq_block_k, dq_stages, dq_stages_v : tile and stages of that kernel
-    own_stages, dq_own_stages : owned tiles in shared memory at a time, of dk_dv and of dq
     """
 
     fused: int
@@ -110,8 +109,6 @@ class Sm90Backward(Sm90Config):
     dq_block_k: int
     dq_stages: int
     dq_stages_v: int
-    own_stages: int
-    dq_own_stages: int
 
     @property
     def warpgroups(self) -> int:
@@ -138,38 +135,31 @@ class Sm90Backward(Sm90Config):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block; the kernels assert that they lay out as much."""
-        own, stage, more = self._dk_dv_bytes()
-        dq_own, dq_stages = self._dq_bytes()
-        dk_dv = self.own_stages * own + self.stages * stage + more
-        dq = 0 if self.fused else self.dq_own_stages * dq_own + dq_stages
-        return max(dk_dv, dq) + 1024  # barriers and messages
+        return max(self._bytes(kernel, self.own_stages(kernel)) for kernel in self.tiles)
 
-    def with_own_stages(self, limit: int) -> Sm90Backward:
-        """The same with the next owned tile in shared memory too, where it fits into `limit`."""
-        config = self
-        if replace(self, own_stages=2, dq_own_stages=1).shared_bytes <= limit:
-            config = replace(config, own_stages=2)
-        if replace(self, own_stages=1, dq_own_stages=2).shared_bytes <= limit:
-            config = replace(config, dq_own_stages=2)
-        return config
+    def own_stages(self, kernel: str) -> int:
+        """Owned tiles in shared memory at a time: the next one too, where it fits."""
+        return 2 if self._bytes(kernel, 2) <= shared_limit_of(90) else 1
 
-    def _dk_dv_bytes(self) -> tuple[int, int, int]:
-        """Of dk_dv: bytes of an owned tile, of a stage, and what else it keeps."""
-        token = sum(self._token_bytes())
-        ds = 6 * self.block_k * self.block_q * self.fused  # three tiles
-        given = 256 * self.block_q * self.paired
-        return self.block_k * token, self.block_q * (token + 8), ds + given  # 8: lse, delta
-
-    def _dq_bytes(self) -> tuple[int, int]:
-        """Of dq: bytes of an owned tile, of all stages."""
+    def _bytes(self, kernel: str, own_stages: int) -> int:
         q_or_k, v_or_do = self._token_bytes()
-        stages = self.dq_stages * q_or_k + self.dq_stages_v * v_or_do
-        return self.dq_block_q * (q_or_k + v_or_do), self.dq_block_k * stages
+        more = 1024  # barriers and messages
+        if kernel == "dq":
+            more += self.dq_block_k * (self.dq_stages * q_or_k + self.dq_stages_v * v_or_do)
+            return own_stages * self.dq_block_q * (q_or_k + v_or_do) + more
+        more += self.stages * self.block_q * (q_or_k + v_or_do + 8)  # 8: lse, delta
+        more += self.block_q * (6 * self.block_k * self.fused + 256 * self.paired)  # dS; P given
+        return own_stages * self.block_k * (q_or_k + v_or_do) + more
 
     def constants(self) -> dict[str, int]:
         """The constants of `struct Config`."""
-        rows = {"delta_rows": self.rows_a_warp["delta"], "rows_step": ROWS_STEP}
-        return {**super().constants(), **rows}
+        return {
+            **super().constants(),
+            "own_stages": self.own_stages("dk_dv"),
+            "dq_own_stages": self.own_stages("dq"),
+            "delta_rows": self.rows_a_warp["delta"],
+            "rows_step": ROWS_STEP,
+        }
 
 
 def _round_up(number: int, step: int) -> int:
@@ -197,9 +187,11 @@ class _Tile(NamedTuple):
 
 
 # The first row that fits is taken; by what stands between products and softmax. Measured on an H200
-# on 2026-12-01 (16384 tokens a batch, heads x head_dim = 2048): 192 x 128 is 5 to 30 % faster than
-# 128 x 128 at d 64, where causal below 2048 keys it is 8 % slower; a third stage 2 to 4 % at d 128
-# below 8192 keys, 128 x 176 as much beyond; 64 keys for 80 are 3 to 5 % at d 256 causal below 2048.
+# on 2026-12-01 (16384 tokens a batch, heads x head_dim = 2048; thresholds lie between lengths that
+# were measured, "anything" was not):
+#   d 64    192 x 128 against 128 x 128: 9 to 32 % faster; causal 8 % slower at 512 and 1024 keys
+#   d 128   three stages against 128 x 176: 2 to 4 % faster up to 4096 keys, 2 % slower at 16384
+#   d 256   causal, 64 keys against 80: 2 to 5 % faster at 512 and 1024
 _TILES = {
     "nothing": (
         _Tile(64, 64, 0, 192, 128, 4, 0, 8, (32, 160)),
@@ -241,6 +233,8 @@ class _BackwardTile(NamedTuple):
     registers: tuple[int, int] = (40, 232)
 
 
+# Measured on an H200 on 2026-12-01: up to d 128 the fused kernel is 4 to 35 % faster than the two
+# (causal at 512 keys as fast, at d 64 6 % slower); beyond there is no room for its sums.
 _BACKWARD = (
     _BackwardTile(64, 128, 128, 2, 1, 0, (128, 128, 2, 2)),
     _BackwardTile(128, 64, 128, 2, 1, 0, (128, 128, 2, 2)),
@@ -297,10 +291,10 @@ def widest_configs() -> list[Sm90Config]:
     """Every row of the tables, for each dtype, at its widest."""
     configs: list[Sm90Config] = []
     for dtype in DTYPES:
-        for tile in (tile for tiles in _TILES.values() for tile in tiles):
-            configs.append(_forward(tile, dtype, tile.widest, tile.widest_v, False))
+        tiles = (tile for tiles in _TILES.values() for tile in tiles)
+        configs += [_forward(tile, dtype, tile.widest, tile.widest_v, False) for tile in tiles]
         for row in _BACKWARD:
-            for deterministic in {False, not row.fused}:
+            for deterministic in (False, True)[: 1 + row.fused]:
                 configs.append(_backward(row, dtype, row.widest, row.widest, False, deterministic))
     return configs
 
@@ -329,7 +323,7 @@ def _backward(
     row: _BackwardTile, dtype: str, head_dim: int, head_dim_v: int, scale_first: bool,
     deterministic: bool,
 ) -> Sm90Backward:  # fmt: skip
-    config = Sm90Backward(
+    return Sm90Backward(
         kernel="backward",
         dtype=dtype,
         head_dim=head_dim,
@@ -344,10 +338,7 @@ def _backward(
         dq_block_k=row.dq[1],
         dq_stages=row.dq[2],
         dq_stages_v=row.dq[3],
-        own_stages=1,
-        dq_own_stages=1,
         scale_first=int(scale_first),
         registers_load=row.registers[0],
         registers_compute=row.registers[1],
     )
-    return config.with_own_stages(shared_limit_of(90))

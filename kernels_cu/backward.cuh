@@ -215,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(C::THREADS)
   });
 }
 
+#if !IS_FUSED
 extern "C" __global__ void __launch_bounds__(C::THREADS)
     combine_dq(const __grid_constant__ Params p) {
   combine_tokens<QueryTiles>(p, [&](const Item& item, int own, const Slots& slots) {
@@ -228,4 +229,5 @@ extern "C" __global__ void __launch_bounds__(C::THREADS)
     careful_dq(p, head, item.tile * C::OWN_Q, own);
   });
 }
+#endif
 #endif

@@ -275,10 +275,11 @@ def test_vjp_and_gradients(back_end: str) -> None:
 def test_repeats_are_bit_equal(dtype: str, mask: str, back_end: str) -> None:
     case = Case(mask=mask, dtype=dtype)
     inputs = case.inputs()
-    first = run(case, inputs, back_end)
-    for _ in range(3):
-        for name, array in run(case, inputs, back_end, deterministic=True).items():
-            np.testing.assert_array_equal(array, first[name], err_msg=name)
+    first = run(case, inputs, back_end, deterministic=True)
+    for is_deterministic in (True, True, False, False):
+        for name, array in run(case, inputs, back_end, deterministic=is_deterministic).items():
+            if is_deterministic or name in ("o", "lse", "dk", "dv"):
+                np.testing.assert_array_equal(array, first[name], err_msg=name)
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)

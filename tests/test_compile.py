@@ -149,7 +149,7 @@ def test_tensor_core_gradients_do_not_spill(mask: str, head_dim: int) -> None:
             texts.append((f"{part} {is_deterministic}", 90, text))
     for kernels in compile_all(texts).values():
         for name in {"dk_dv", "dq"} & set(kernels):
-            assert kernels[name].spills <= 100 and kernels[name].registers <= 168, kernels
+            assert kernels[name].spills <= 120 and kernels[name].registers <= 168, kernels
 
 
 @pytest.mark.parametrize("score", ["bias", "chain-sink"])

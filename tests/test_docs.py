@@ -13,8 +13,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PYTHON_LINES, CUDA_LINES, FUNCTION_LINES = 350, 400, 80
 # cuflash/: 4500 at first. Half of it is docstrings by now, and arrays of five kinds, expressions
-# with bounds and derivatives, and masks to look at came to 8500; a second family to 9000.
-CORE_LINES = {"cuflash": 9000, "kernels_cu": 4500}
+# with bounds and derivatives, and masks to look at came to 8500; a second family to 9200.
+CORE_LINES = {"cuflash": 9200, "kernels_cu": 4500}
 
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 

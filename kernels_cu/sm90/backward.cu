@@ -188,9 +188,9 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
 
 extern "C" __global__ void __launch_bounds__(C::THREADS, 1)
     dk_dv(const __grid_constant__ Params p) {
-  extern __shared__ Smem<false> shared_memory[];
-  static_assert(sizeof(Smem<false>) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
-  Smem<false>& smem = shared_memory[0];
+  extern __shared__ Smem<false> shared_of_dk_dv[];
+  Smem<false>& smem = shared_of_dk_dv[0];
+  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
   run<false>(p, smem, [&]() {
     if constexpr (C::PAIRED) {
       if (uniform(threadIdx.x / 128) == 1)
@@ -287,9 +287,10 @@ __device__ __forceinline__ void compute_dq(const Params& p, Smem<true>& smem, Su
 
 template <class Sums>
 __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
-  extern __shared__ Smem<true> shared_memory[];
-  static_assert(sizeof(Smem<true>) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
-  run<true>(p, shared_memory[0], [&]() { compute_dq(p, shared_memory[0], sums); });
+  extern __shared__ Smem<true> shared_of_dq[];
+  Smem<true>& smem = shared_of_dq[0];
+  static_assert(sizeof(smem) <= C::SHARED_BYTES, "cuflash/sm90.py counts as many bytes");
+  run<true>(p, smem, [&]() { compute_dq(p, smem, sums); });
 }
 
 extern "C" __global__ void __launch_bounds__(C::THREADS, 1) dq(const __grid_constant__ Params p) {
