@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -291,11 +292,12 @@ def widest_configs() -> list[Sm90Config]:
     """Every row of the tables, for each dtype, at its widest."""
     configs: list[Sm90Config] = []
     for dtype in DTYPES:
-        tiles = (tile for tiles in _TILES.values() for tile in tiles)
-        configs += [_forward(tile, dtype, tile.widest, tile.widest_v, False) for tile in tiles]
-        for row in _BACKWARD:
-            for deterministic in (False, True)[: 1 + row.fused]:
-                configs.append(_backward(row, dtype, row.widest, row.widest, False, deterministic))
+        for row in itertools.chain(*_TILES.values()):
+            configs.append(_forward(row, dtype, row.widest, row.widest_v, False))
+        for tile in _BACKWARD:
+            for deterministic in (False, True)[: 1 + tile.fused]:
+                width = tile.widest
+                configs.append(_backward(tile, dtype, width, width, False, deterministic))
     return configs
 
 

@@ -28,12 +28,7 @@ class ParamSums {
  public:
   // A scale that the type of the sums does not hold leaves x wrong: then all gradients are NaN.
   __device__ ParamSums(const Params& p, Accumulation fault) : p_(p), fault_(fault) {
-#pragma unroll
-    for (int load = 0; load < PARAM_LOADS; ++load) {
-      sum_[load] = 0;
-      index_[load] = -1;
-      param_[load] = 0;
-    }
+    clear();
   }
 
   __device__ __forceinline__ void add_pair(
@@ -54,7 +49,7 @@ class ParamSums {
     }
   }
 
-  // Adds what waits; at the end of a tile, by whole warps.
+  // Adds what waits; by whole warps, before the pairs of another head and at the end of a tile.
   __device__ __forceinline__ void finish() {
 #pragma unroll
     for (int load = 0; load < PARAM_LOADS; ++load) {
@@ -63,9 +58,19 @@ class ParamSums {
       const long long param = lanes_max<32>((long long)param_[load]);
       if (threadIdx.x % 32 == 0 && index >= 0) put(int(param), index, sum);
     }
+    clear();
   }
 
  private:
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int load = 0; load < PARAM_LOADS; ++load) {
+      sum_[load] = 0;
+      index_[load] = -1;
+      param_[load] = 0;
+    }
+  }
+
   __device__ __forceinline__ void put(int param, long long index, Accumulation value) {
     if (MODE == ADD) {
       atomic_add((Accumulation*)p_.sums + index, value);

@@ -57,6 +57,7 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
 #pragma unroll
     for (int i = 0; i < WIDTH_V / 2; ++i) dv[i] = 0;
     bool is_first = true, is_last;
+    int head = -1;
     do {
       float s[N], dp[N];
       unsigned weights[N / 2], ds[N / 2];
@@ -76,6 +77,8 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       wgmma_wait_group<0>();
       hold(s);
       hold(dp);
+      if (reader.head != head) sums.finish();
+      head = reader.head;
       differentiate_params(p, tile, partly, own, pass, lse2, delta, s, dp, weights, ds, sums);
 #else
       // P^T = exp(S^T - lse)
