@@ -273,8 +273,8 @@ def sm90_config(problem: Problem, kernel: str = "forward") -> Sm90Config:
     dims = problem.head_dim, problem.head_dim_v
     scale_first = not 2**-100 < problem.scale < 2**100
     if kernel == "backward":
-        row = next(row for row in _BACKWARD if max(dims) <= row.widest)
-        return _backward(row, problem.dtype, *dims, scale_first, problem.deterministic)
+        tile = next(tile for tile in _BACKWARD if max(dims) <= tile.widest)
+        return _backward(tile, problem.dtype, *dims, scale_first, problem.deterministic)
     mask = problem.mask
     kind = "nothing"
     if problem.score is not None or (mask is not None and row_interval(mask.root) is None):

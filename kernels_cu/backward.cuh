@@ -26,8 +26,12 @@ struct Partial {
   Accumulation* start;
   __device__ Partial(const Params& p, long long slot)
       : start((Accumulation*)p.partials + slot * C::PARTIAL_NUMBERS) {}
-  __device__ Matrix<C::HEAD_DIM, Accumulation> dq() const { return {rows<C::HEAD_DIM>(0), 0, 0, C::OWN_Q}; }
-  __device__ Matrix<C::HEAD_DIM, Accumulation> dk() const { return {rows<C::HEAD_DIM>(0), 0, 0, C::OWN_K}; }
+  __device__ Matrix<C::HEAD_DIM, Accumulation> dq() const {
+    return {rows<C::HEAD_DIM>(0), 0, 0, C::OWN_Q};
+  }
+  __device__ Matrix<C::HEAD_DIM, Accumulation> dk() const {
+    return {rows<C::HEAD_DIM>(0), 0, 0, C::OWN_K};
+  }
   __device__ Matrix<C::HEAD_DIM_V, Accumulation> dv() const {
     return {rows<C::HEAD_DIM_V>(C::OWN_K * C::HEAD_DIM), 0, 0, C::OWN_K};
   }

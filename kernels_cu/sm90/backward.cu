@@ -23,7 +23,7 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
   using Tile = S::Tile;
   constexpr int N = S::STREAM / 2, STREAM = S::STREAM;
   const int warpgroup = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first = C::PAIRED ? 0 : 64 * warpgroup;       // of the keys of the tile
+  const int first = C::PAIRED ? 0 : 64 * warpgroup;  // of the keys of the tile
   const int own = warp * 16 + first + lane / 4, pass = lane % 4 * 2;
   const float c = C::SCALE_FIRST || HAS_SCORE ? LOG2_E : float(p.scale * EXACT_LOG2_E);
   const Operand k = Operand::at(&smem.own[0][0][first]).uniform();
@@ -37,6 +37,7 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
   const Operand k_columns = Operand::at(smem.own[0][IS_FUSED ? panel_d : 0]).uniform();
 
   Reader<false> reader(smem);
+  Place<1> given, verdict;  // of a pair: P; whether dv is finite
   float dk[WIDTH / 2], dv[WIDTH_V / 2];
 #if IS_FUSED
   Place<3> written, read;  // of dS
@@ -48,7 +49,8 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
   };
   const auto add_dq = [&](const float(&dq)[32]) {
 #pragma unroll
-    for (int block = 0; block < 8; ++block) red_add_v4_f32(sums_before + block * 512, dq + 4 * block);
+    for (int block = 0; block < 8; ++block)
+      red_add_v4_f32(sums_before + block * 512, dq + 4 * block);
   };
 #endif
   while (reader.next_order()) {
@@ -70,9 +72,11 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       const RowNumbers<false> lse2{&smem.lse2[stage][pass]};
       const RowNumbers<false> delta{&smem.delta[reader.place_v.stage()][pass]};
       // S^T = K Q^T, dP^T = V dO^T
-      if constexpr (MAKES_DV) start_product<C::HEAD_DIM, S::OWN, STREAM>(s, k + reader.at_own(), q + q_stage);
+      if constexpr (MAKES_DV)
+        start_product<C::HEAD_DIM, S::OWN, STREAM>(s, k + reader.at_own(), q + q_stage);
       reader.wait_pass_v();
-      if constexpr (MAKES_DK) start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, v + reader.at_own_v(), do_ + do_stage);
+      if constexpr (MAKES_DK)
+        start_product<C::HEAD_DIM_V, S::OWN, STREAM>(dp, v + reader.at_own_v(), do_ + do_stage);
 #if HAS_PARAMS && IS_FUSED
       wgmma_wait_group<0>();
       hold(s);
@@ -90,15 +94,14 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       }
       if constexpr (C::PAIRED) {
         if constexpr (MAKES_DV) {
-          bar_sync(2, 256);  // the partner has taken what was given before
+          given.wait_empty(smem.given_pipeline);
 #pragma unroll
           for (int block = 0; block < N / 4; ++block)
             smem.given[block][threadIdx.x % 128] =
                 make_float4(s[4 * block], s[4 * block + 1], s[4 * block + 2], s[4 * block + 3]);
-          bar_arrive(3, 256);
+          given.fill(smem.given_pipeline);
         } else {
-          bar_arrive(2, 256);
-          bar_sync(3, 256);  // the partner has given
+          given.wait_full(smem.given_pipeline);
 #pragma unroll
           for (int block = 0; block < N / 4; ++block) {
             const float4 taken = smem.given[block][threadIdx.x % 128];
@@ -107,6 +110,8 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
             s[4 * block + 2] = taken.z;
             s[4 * block + 3] = taken.w;
           }
+          given.release(smem.given_pipeline);
+          given.advance();
         }
       }
       // dS^T = P^T (dP^T - delta)
@@ -121,7 +126,8 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       fence_proxy_async_shared();
 #endif
       // dV += P^T dO
-      if constexpr (MAKES_DV) start_weighted_sum<STREAM, WIDTH_V>(dv, weights, do_columns + do_stage);
+      if constexpr (MAKES_DV)
+        start_weighted_sum<STREAM, WIDTH_V>(dv, weights, do_columns + do_stage);
 #if IS_FUSED
       // dQ of the tile before, so that no warpgroup waits for the dS of another; dK += dS^T Q
       float dq[32];
@@ -137,7 +143,8 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
         read.advance();
       }
       written.fill(smem.ds_pipeline);
-      sums_before = sums_of_dq(p, tile.b, tile.h, tile.row0 + 64 * panel_q, panel_d) + threadIdx.x % 128 * 4;
+      sums_before = sums_of_dq(p, tile.b, tile.h, tile.row0 + 64 * panel_q, panel_d);
+      sums_before += threadIdx.x % 128 * 4;
       is_first = false;
       wgmma_wait_group<0>();
       hold(dk);
@@ -171,16 +178,23 @@ __device__ __forceinline__ void compute_dk_dv(const Params& p, Smem<false>& smem
       if constexpr (MAKES_DV) store_partial(partial.dv(), own, dv, 1, probe);
       continue;
     }
+    const KMatrix dk_gmem(p.dk, order.b, order.head, p.seqlen_k);
+    const VMatrix dv_gmem(p.dv, order.b, order.head, p.seqlen_k);
     bool is_good = true;
-    if constexpr (MAKES_DK)
-      is_good &= store_result(KMatrix(p.dk, order.b, order.head, p.seqlen_k), column0, own, dk, scale, probe);
-    if constexpr (MAKES_DV)
-      is_good &= store_result(VMatrix(p.dv, order.b, order.head, p.seqlen_k), column0, own, dv, 1, probe);
+    if constexpr (MAKES_DK) is_good &= store_result(dk_gmem, column0, own, dk, scale, probe);
+    if constexpr (MAKES_DV) is_good &= store_result(dv_gmem, column0, own, dv, 1, probe);
     if constexpr (C::PAIRED) {  // the second does both again, where either was bad
-      if (lane == 0) smem.is_bad[4 * warpgroup + warp] = !is_good;
-      bar_sync(4, 256);
-      is_good = !(MAKES_DK && (smem.is_bad[warp] || smem.is_bad[4 + warp]));
-      bar_sync(4, 256);
+      if constexpr (MAKES_DV) {
+        verdict.wait_empty(smem.verdict_pipeline);
+        if (lane == 0) smem.is_bad[warp] = !is_good;
+        verdict.fill(smem.verdict_pipeline);
+        is_good = true;
+      } else {
+        verdict.wait_full(smem.verdict_pipeline);
+        is_good = is_good && !smem.is_bad[warp];
+        verdict.release(smem.verdict_pipeline);
+        verdict.advance();
+      }
     }
     if (!is_good) {
 #pragma unroll 1

@@ -7,7 +7,8 @@
 #include "scores.cuh"
 
 constexpr int WARPS = 4 * C::WARPGROUPS;  // that compute
-static_assert(C::ROWS_STEP % C::STREAM_Q == 0 && C::ROWS_STEP % C::OWN_Q == 0, "no tile ends between");
+static_assert(
+    C::ROWS_STEP % C::STREAM_Q == 0 && C::ROWS_STEP % C::OWN_Q == 0, "no tile ends between");
 
 // Queries of a head in arrays of numbers a query.
 __device__ __forceinline__ long long padded_rows(const Params& p) {
@@ -42,9 +43,10 @@ struct alignas(1024) Smem {
   Pipeline<STAGES> pass_pipeline;
   Pipeline<STAGES_V> pass_v_pipeline;
   Pipeline<3> ds_pipeline;
+  Pipeline<1> given_pipeline, verdict_pipeline;
   Order order[OWN_STAGES];            // with own
   int visits[STAGES], heads[STAGES];  // with pass
-  int is_bad[WARPS];
+  int is_bad[4];                      // by the warps of the first of a pair
 };
 
 // The warp that loads: for each owned tile its two operands, then the tiles that its walks find, one
@@ -358,6 +360,8 @@ __device__ __forceinline__ void run(const Params& p, Smem<OWN_IS_Q>& smem, Compu
     smem.pass_pipeline.init(WARPS);
     smem.pass_v_pipeline.init(WARPS);
     smem.ds_pipeline.init(WARPS, WARPS);
+    smem.given_pipeline.init(4, 4);
+    smem.verdict_pipeline.init(4, 4);
     fence_mbarrier_init();
     prefetch_tensormap(&p.map_q);
     prefetch_tensormap(&p.map_k);

@@ -11,7 +11,8 @@
 using Storage = Config::dtype;
 constexpr int PANEL = Config::PANEL;  // columns
 constexpr int PANEL_ROW = PANEL * 2;  // bytes
-constexpr int PANELS = (Config::HEAD_DIM + PANEL - 1) / PANEL, PANELS_V = (Config::HEAD_DIM_V + PANEL - 1) / PANEL;
+constexpr int PANELS = (Config::HEAD_DIM + PANEL - 1) / PANEL;
+constexpr int PANELS_V = (Config::HEAD_DIM_V + PANEL - 1) / PANEL;
 // of results in registers, like q and k and like v
 constexpr int WIDTH = Config::WIDTH, WIDTH_V = Config::WIDTH_V;
 

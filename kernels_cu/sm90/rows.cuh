@@ -20,9 +20,10 @@ extern "C" __global__ void __launch_bounds__(C::THREADS) delta(const __grid_cons
   const int lane = threadIdx.x % 32, place = lane % LANES;
   const long long warps = (long long)gridDim.x * (C::THREADS / 32), padded = padded_rows(p);
   const long long rows = p.batch * p.heads_q * padded;
-  for (long long first = ((long long)blockIdx.x * (C::THREADS / 32) + threadIdx.x / 32) * C::DELTA_ROWS;
-       first < rows; first += warps * C::DELTA_ROWS) {
-    const long long at = first + lane / LANES, plane = quotient(at, padded), row = at - plane * padded;
+  const long long warp = (long long)blockIdx.x * (C::THREADS / 32) + threadIdx.x / 32;
+  for (long long first = warp * C::DELTA_ROWS; first < rows; first += warps * C::DELTA_ROWS) {
+    const long long at = first + lane / LANES;
+    const long long plane = quotient(at, padded), row = at - plane * padded;
     const long long b = quotient(plane, p.heads_q), h = plane - b * p.heads_q;
     const bool inside = at < rows && row < p.seqlen_q;
     float sum = 0;

@@ -30,6 +30,7 @@ struct Attended {
     if (to > p.seqlen_k) to = p.seqlen_k;
     if (INTERVAL_HAS_FIRST) first = place(from - start);
 #endif
+    if (HAS_SCORE && tile.row0 + row >= p.seqlen_q) to = 0;  // a score may read arrays
     end = place(to - start);
   }
   __device__ __forceinline__ bool operator()(int key) const {
