@@ -86,17 +86,14 @@ def run(machine: Machine, folder: Path, family: str = "") -> int:
     """Measure, print, write; 0 where every time is within f + 0.05 of the one without a mask."""
     if machine.kind != "cuda":
         kinds = [("", "float32")]
-    else:  # forward of sm90; backward is simt's so far
+    else:
         kinds = [("simt", "float32"), ("simt", "bfloat16"), ("", "bfloat16")]
     rows: list[Row] = []
     for pattern in PATTERNS:
         for held, dtype in kinds:
-            if family and held != family:
-                continue
-            with cuflash.using(family=held) if held else nullcontext():
-                rows += measure(
-                    machine, pattern, dtype, ("forward", "backward")[: 2 if held else 1]
-                )
+            if not family or held == family:
+                with cuflash.using(family=held) if held else nullcontext():
+                    rows += measure(machine, pattern, dtype)
     header = machine.header()
     page = [f"# Masks on {header['machine']}", ""]
     page += [f"{header['date']}, commit {header['commit']}, `{header['command']}`", ""]
@@ -120,10 +117,8 @@ def run(machine: Machine, folder: Path, family: str = "") -> int:
     return 0 if all(row["over"] <= ALLOWED for row in rows) else 1
 
 
-def measure(
-    machine: Machine, pattern: Pattern, dtype: str, parts: tuple[str, ...] = ("forward", "backward")
-) -> list[Row]:
-    """Passes of one mask, against the same arrays without it."""
+def measure(machine: Machine, pattern: Pattern, dtype: str) -> list[Row]:
+    """Both passes of one mask, against the same arrays without it."""
     seqlen = pattern.seqlen if machine.kind == "cuda" else min(pattern.seqlen, 4096)
     rng = np.random.default_rng(seqlen)
     shape = (1, seqlen, pattern.heads if machine.kind == "cuda" else 1, 64)
@@ -136,8 +131,6 @@ def measure(
     }
     rows = []
     for name, call in passes.items():
-        if name not in parts:
-            continue
         machine.synchronize()
         start = time.perf_counter()
         call(options)
