@@ -127,7 +127,18 @@ CELLS = (
 
 def run(machine: Machine, folder: Path) -> int:
     """Check, time, print, write; the number of cells that went wrong."""
-    rows = [row for cell in CELLS for row in measure(machine, cell)]
+    rows: list[Row] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for cell in CELLS:
+        rows += measure(machine, cell)
+        lines = _write(
+            machine, rows, folder
+        )  # after each: a run that is cut off leaves what it has
+        print("\n".join(lines[-4:] if len(rows) > 2 else lines), flush=True)
+    return sum(str(row["difference"]).startswith("wrong") for row in rows)
+
+
+def _write(machine: Machine, rows: list[Row], folder: Path) -> list[str]:
     header = machine.header()
     page = [f"# Masks and scores against FlexAttention on {header['machine']}", ""]
     page += [f"* {name}: {header[name]}" for name in header if name != "machine"]
@@ -146,12 +157,10 @@ def run(machine: Machine, folder: Path) -> int:
     if ratios:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
         page += ["", f"ratio: FlexAttention's time over cuflash's; geometric mean {mean:.3f}."]
-    folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{machine.label}-flex"
     stem.with_suffix(".json").write_text(json.dumps({"header": header, "rows": rows}, indent=1))
     stem.with_suffix(".md").write_text("\n".join(page) + "\n")
-    print("\n".join(page))
-    return sum(str(row["difference"]).startswith("wrong") for row in rows)
+    return page
 
 
 def measure(machine: Machine, cell: Cell) -> list[Row]:

@@ -18,7 +18,7 @@ def using(*, family: str) -> Iterator[None]:
 
     Parameters
     ----------
-    family : "sm90", tensor cores of Hopper (float16 and bfloat16, forward), or "simt", the kernels
+    family : "sm90", tensor cores of Hopper (float16 and bfloat16), or "simt", the kernels
         that run on any GPU. The environment variable CUFLASH_FAMILY does the same for a whole
         process. Calls on the CPU are not affected
 

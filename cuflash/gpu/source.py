@@ -61,7 +61,7 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-PARTS = ("MAIN", "DK_DV", "ORDER", "COMBINE")
+PARTS = ("MAIN", "DK_DV", "GREATEST", "ORDER", "COMBINE")
 
 
 def text(
@@ -90,10 +90,9 @@ def text(
         **{f"PART_{part}": part in parts_in for part in PARTS},
     }
     # ptxas serialises the wgmma instructions of a kernel that calls a function.
-    has_wgmma = config.family == "sm90" and (
-        "DK_DV" in parts_in or ("MAIN" in parts_in and not is_fused)
-    )
-    cold = "__forceinline__" if has_wgmma else "__noinline__"
+    with_wgmma = {"DK_DV"} if is_fused else {"DK_DV", "MAIN", "GREATEST"}
+    is_plain = config.family != "sm90" or with_wgmma.isdisjoint(parts_in)
+    cold = "__noinline__" if is_plain else "__forceinline__"
     parts = [
         *(f"#define {name} {int(on)}\n" for name, on in switches.items()),
         f"#define COLD {cold}\n",

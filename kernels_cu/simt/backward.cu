@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
 }
 #endif
 
-#if PART_MAIN
+#if PART_MAIN || PART_GREATEST
 template <class Sums>
 __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   extern __shared__ Vector shared_memory[];
@@ -174,6 +174,7 @@ __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   }
 }
 
+#if PART_MAIN
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     dq(const __grid_constant__ Params p) {
 #if HAS_PARAMS
@@ -182,9 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
   dq_of_all(p, NoSums());
 #endif
 }
+#endif
 
-#if HAS_PARAMS
-#if IS_DETERMINISTIC
+#if PART_GREATEST && HAS_PARAMS && IS_DETERMINISTIC
 // Finds the greatest values that dq will add (and makes dq, to be made again).
 extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
     greatest(const __grid_constant__ Params p) {
@@ -192,4 +193,3 @@ extern "C" __global__ void __launch_bounds__(THREADS, C::BLOCKS_PER_SM)
 }
 #endif
 #endif
-#endif  // PART_MAIN

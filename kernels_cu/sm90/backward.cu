@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(C::THREADS, 1)
 }
 #endif
 
-#if PART_MAIN && !IS_FUSED
+#if (PART_MAIN || PART_GREATEST) && !IS_FUSED
 // A warpgroup that computes dq of 64 queries of each owned tile.
 template <class Sums>
 __device__ __forceinline__ void compute_dq(const Params& p, Smem<true>& smem, Sums sums) {
@@ -310,6 +310,7 @@ __device__ __forceinline__ void dq_of_all(const Params& p, const Sums& sums) {
   run<true>(p, smem, [&]() { compute_dq(p, smem, sums); });
 }
 
+#if PART_MAIN
 extern "C" __global__ void __launch_bounds__(C::THREADS, 1) dq(const __grid_constant__ Params p) {
 #if HAS_PARAMS
   dq_of_all(p, ParamSums<IS_DETERMINISTIC ? FIXED : ADD>(p, first_probe(p)));
@@ -317,8 +318,9 @@ extern "C" __global__ void __launch_bounds__(C::THREADS, 1) dq(const __grid_cons
   dq_of_all(p, NoSums());
 #endif
 }
+#endif
 
-#if HAS_PARAMS && IS_DETERMINISTIC
+#if PART_GREATEST && HAS_PARAMS && IS_DETERMINISTIC
 // Finds the greatest values that dq will add (and makes dq, to be made again).
 extern "C" __global__ void __launch_bounds__(C::THREADS, 1)
     greatest(const __grid_constant__ Params p) {
