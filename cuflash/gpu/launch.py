@@ -29,12 +29,7 @@ FIELDS = (
     *("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "q_offset"),
     *("group", "launch", "scale", "words"),
 )
-ROWS = (
-    "lse",
-    "dlse",
-    "delta",
-    "lse2",
-)  # (batch, heads_q, seqlen_q); the other views have four axes
+ROWS = ("lse", "dlse", "delta", "lse2")  # (batch, heads_q, seqlen_q); others have four axes
 
 _VIEWS = FIELDS.index("order_q")  # as many views lead them
 _ABSENT = {name: (0,) * (4 if name in ROWS else 5) for name in FIELDS[:_VIEWS]}
