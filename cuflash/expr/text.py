@@ -304,7 +304,7 @@ def _tabulate(tables: Sequence[Table], printer: Printer) -> list[str]:
         ]
     calls = [f"  tabulate{number}(p, thread, threads);" for number in range(len(tables))]
     return [
-        "#if PART_MAIN",
+        "#if PART_TABLES",
         *parts,
         'extern "C" __global__ void tabulate(const __grid_constant__ Params p) {',
         "  const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;",

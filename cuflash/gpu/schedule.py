@@ -60,7 +60,8 @@ class WorkList:
 
 def parts(config: Config, text: CallText | None, deterministic: bool) -> dict[str, list[str]]:
     """The kernels of a text by the part that holds them; parts are compiled side by side."""
-    of_kernel = {"dk_dv": "DK_DV", "greatest": "GREATEST", "count": "ORDER", "arrange": "ORDER"}
+    of_kernel = {"dk_dv": "DK_DV", "greatest": "GREATEST", "tabulate": "TABLES"}
+    of_kernel |= {"count": "ORDER", "arrange": "ORDER"}
     of_kernel |= dict.fromkeys(map(_combine, _LISTS), "COMBINE")
     result: dict[str, list[str]] = {}
     for name in kernels(config, text, deterministic):

@@ -61,7 +61,7 @@ def flatten(name: str, seen: set[str]) -> str:
     return "".join(parts)
 
 
-PARTS = ("MAIN", "DK_DV", "GREATEST", "ORDER", "COMBINE")
+PARTS = ("MAIN", "DK_DV", "GREATEST", "TABLES", "ORDER", "COMBINE")
 
 
 def text(
