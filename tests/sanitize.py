@@ -1,12 +1,12 @@
 """Every kernel on small shapes, one call after the other, for compute-sanitizer.
 
-    python tests/sanitize.py --threads 16                       # compiles, so that the tools need not
+    python tests/sanitize.py --threads 16                       # compiles, then the tools do not
     compute-sanitizer --tool memcheck python tests/sanitize.py  # then racecheck, synccheck
 
-`--only TEXT` runs the calls whose name holds TEXT; `--library numpy` runs them on the CPU, where they
-show only that they are well formed. A name is printed before its call, and the GPU waited for after
-it, so that what a tool says stands below what it is about. Arrays come from the driver one by one:
-in a pool a write beyond an array's end would land in memory that is allocated too.
+`--only TEXT` runs the calls whose name holds TEXT; `--library numpy` runs them on the CPU, where
+they show only that they are well formed. A name is printed before its call, and the GPU waited for
+after it, so that what a tool says stands below what it is about. Arrays come from the driver one by
+one: in a pool a write beyond an array's end would land in memory that is allocated too.
 """
 
 from __future__ import annotations
