@@ -49,6 +49,11 @@ class Sm90Config(Config):
         return _round_up(self.head_dim, 32), _round_up(self.head_dim_v, 32)
 
     @property
+    def padded(self) -> tuple[int, int]:
+        """Columns in shared memory, and of the sums of dq, like q and k, and like v and do."""
+        return _round_up(self.head_dim, PANEL), _round_up(self.head_dim_v, PANEL)
+
+    @property
     def boxes(self) -> dict[str, int]:
         """By operand: tokens that the copy engine brings at a time; tiles are whole boxes."""
         queries, keys = (math.gcd(*tokens) for tokens in zip(*self.tiles.values()))
@@ -60,15 +65,14 @@ class Sm90Config(Config):
             **super().constants(),
             "warpgroups": self.warpgroups,
             "panel": PANEL,
-            "width": self.widths[0],
-            "width_v": self.widths[1],
+            **dict(zip(("width", "width_v"), self.widths)),
             "box_q": self.boxes["q"],
             "box_k": self.boxes["k"],
         }
 
     def _token_bytes(self) -> tuple[int, int]:
         """Bytes in shared memory of a token of q or k, and of v or do."""
-        return 2 * _round_up(self.head_dim, PANEL), 2 * _round_up(self.head_dim_v, PANEL)
+        return 2 * self.padded[0], 2 * self.padded[1]
 
 
 @dataclass(frozen=True)

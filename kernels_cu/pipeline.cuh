@@ -2,6 +2,15 @@
 #pragma once
 #include "ptx_sm90.cuh"
 
+constexpr int WARPS = 4 * Config::WARPGROUPS;  // that compute
+
+// What the warp that loads tells the others of an owned tile.
+struct Order {
+  int b, head, tile, slot;  // b < 0: there is nothing left to do
+};
+// And of a passing one, which a stage holds: 4 * tile, and how.
+enum Visit { PARTLY_ATTENDED = 1, LAST = 2 };
+
 // The barriers of STAGES buffers: one says that a buffer is full, one that it is empty again.
 template <int STAGES>
 struct Pipeline {

@@ -138,6 +138,7 @@ def test_tensor_core_tiles_do_not_spill(mask: str, head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_tensor_core_gradients_do_not_spill(mask: str, head_dim: int) -> None:
+    """Beside a few numbers of the warp that loads, as in forward."""
     texts = []
     for is_deterministic in (False, True):
         dims = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_k": 300}

@@ -20,7 +20,7 @@ from cuflash.expr.text import CallText, emit
 from cuflash.gpu import module, schedule, source, tensor_map
 from cuflash.plan import choose
 from cuflash.problem import Problem
-from cuflash.sm90 import PANEL, Sm90Config
+from cuflash.sm90 import Sm90Config
 
 # The fields of struct Params in kernels_cu/params.cuh, in order; a test compares the two.
 FIELDS = (
@@ -146,11 +146,10 @@ def workspaces(
     if config.kernel == "backward":
         rows = problem.batch, problem.heads_q, schedule.rows_of_head(config, problem)
         specs.append(("delta", rows, problem.accumulation))
-        if config.family == "sm90":
+        if isinstance(config, Sm90Config):
             specs.append(("lse2", rows, "float32"))
-        if "round_dq" in config.kernels:
-            width = -(-config.head_dim // PANEL) * PANEL
-            specs.append(("dq_sums", (*rows, width), "float32"))
+            if "round_dq" in config.kernels:
+                specs.append(("dq_sums", (*rows, config.padded[0]), "float32"))
     if text is not None and text.tables:
         specs.append(("tables", (max(1, text.table_elements(problem)),), "int64"))
     return specs

@@ -6,7 +6,6 @@
 #include "../turns.cuh"
 #include "scores.cuh"
 
-constexpr int WARPS = 4 * C::WARPGROUPS;  // that compute
 static_assert(
     C::ROWS_STEP % C::STREAM_Q == 0 && C::ROWS_STEP % C::OWN_Q == 0, "no tile ends between");
 
@@ -14,13 +13,6 @@ static_assert(
 __device__ __forceinline__ long long padded_rows(const Params& p) {
   return (p.seqlen_q + C::ROWS_STEP - 1) / C::ROWS_STEP * C::ROWS_STEP;
 }
-
-// What the warp that loads tells the others of an owned tile.
-struct Order {
-  int b, head, tile, slot;  // b < 0: there is nothing left to do
-};
-// And of a passing one, which a stage holds: 4 * tile, and how; and the query head.
-enum Visit { PARTLY_ATTENDED = 1, LAST = 2 };
 
 template <bool OWN_IS_Q>
 struct alignas(1024) Smem {

@@ -12,14 +12,6 @@
 #include "softmax.cuh"
 
 constexpr int STAGES = C::STAGES;
-constexpr int WARPS = 4 * C::WARPGROUPS;  // that compute
-
-// What the warp that loads tells the others.
-struct Order {
-  int b, head, tile, slot;  // b < 0: there is nothing left to do
-};
-// Which key tile a stage holds: 4 * tile, and how.
-enum Visit { PARTLY_ATTENDED = 1, LAST = 2 };
 
 struct alignas(1024) Smem {
   Storage q[PANELS][C::BLOCK_Q][PANEL];
